@@ -122,7 +122,7 @@ class ModelManager:
         many wait, and UNAVAILABLE while a failed model pauses.
         """
         managed = self._find(name)
-        if managed.memory_bytes is None:
+        if not (managed.in_memory or managed.is_leaving):  # its files may have changed
             await self._measure(managed)
         lease = ModelLease(managed)
         self.keep(lease, keep_alive)
@@ -214,10 +214,14 @@ class ModelManager:
         """Estimate the memory of a model. Raises UNAVAILABLE for one that can't be served."""
         _require_retry(managed)
         try:
-            managed.memory_bytes = await self._processes.needed_memory(managed.plan.services)
+            needed = await self._processes.needed_memory(managed.plan.services)
         except ServeError as error:
-            self._fail(managed, str(error))
-            raise _load_failed(managed) from None
+            if not managed.in_memory:  # no other user has begun its load meanwhile
+                self._fail(managed, str(error))
+                raise _load_failed(managed) from None
+        else:
+            if not managed.in_memory:
+                managed.memory_bytes = needed
 
     def _advance(self) -> None:
         """Grant leases, or start loads for them, from the head of the queue on."""

@@ -32,12 +32,13 @@ class _Memory:
         self.may_end = asyncio.Event()
         self.may_end.set()
         self.failing = ""
+        self.sizes = _SIZES
 
     def free_memory(self) -> int:
         return 10**9
 
     async def needed_memory(self, services: Sequence[Service]) -> int:
-        return _SIZES[services[0].model]
+        return self.sizes[services[0].model]
 
     async def start(
         self, services: Sequence[Service], on_progress: Callable[[float], None]
@@ -48,7 +49,7 @@ class _Memory:
         if self.failing == name:
             raise ServeError("the file is damaged.")
         self.loaded.add(name)
-        assert sum(_SIZES[each] for each in self.loaded) <= _MEMORY, "over memory"
+        assert sum(self.sizes[each] for each in self.loaded) <= _MEMORY, "over memory"
 
     async def end(self, services: Sequence[Service], *, at_once: bool) -> None:
         name = services[0].model
@@ -236,6 +237,23 @@ def test_a_model_loads_again_after_the_load_that_awaited_its_unload_is_given_up(
         again = await manager.use("a", None)
         await _until(again, "ready")
         assert memory.loaded == {"a"}
+
+    _run(work)
+
+
+def test_a_model_that_was_replaced_by_a_larger_one_is_measured_again() -> None:
+    async def work(memory: _Memory) -> None:
+        manager = _manager(memory)
+        first = await manager.use("a", None)
+        await _until(first, "ready")
+        await manager.unload("a", force=True)
+        memory.sizes = _SIZES | {"a": 8}
+        other = await manager.use("b", None)
+        await _until(other, "ready")
+        manager.release(other)
+        again = await manager.use("a", None)
+        await _until(again, "ready")
+        assert memory.loaded == {"a"}, "b has left: both take more than the memory"
 
     _run(work)
 
