@@ -13,7 +13,7 @@ import pytest
 
 from tests.stack import Stack
 from tests.terminal import CTRL_D, terminal
-from tokenwire.serving.running_servers import process_start
+from tokenwire.serving.running_servers import RunningServer, boot_id, process_start, register
 
 Done = subprocess.CompletedProcess[str]
 
@@ -21,13 +21,14 @@ Done = subprocess.CompletedProcess[str]
 class Home:
     """A user's folder of state, with its own server in the background.
 
-    The file of settings is for `tokenwire serve`: the server in the background stays on loopback,
-    and needs no key.
+    File and variables of `tokenwire serve` are not for this server: it stays on loopback, and
+    needs no key.
     """
 
     def __init__(self, folder: Path) -> None:
         cache = folder / "hub"
         self.variables = {"XDG_STATE_HOME": str(folder / "state"), "HF_HOME": str(cache)}
+        self.variables["TOKENWIRE_SERVE_KEYS"] = "none.json"
         self.variables["XDG_CONFIG_HOME"] = str(folder / "config")
         (folder / "config" / "tokenwire").mkdir(parents=True)
         settings = 'keys = "keys.json"\nhost = "0.0.0.0"\nport = 1\n'
@@ -143,3 +144,35 @@ def test_failed_start_is_the_sentence_of_the_server(tmp_path: Path, embedded_mod
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert home.servers() == []
+
+
+def test_lost_server_is_one_sentence(
+    tmp_path: Path, embedded_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is just stopping would be a traceback."""
+    home = Home(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", home.variables["XDG_STATE_HOME"])
+    waits = (
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); print(flush=True); input()"
+    )
+    command = [sys.executable, "-c", waits]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        start = process_start(process.pid)
+        assert start is not None
+        lost = RunningServer(
+            pid=process.pid,
+            start=start,
+            boot=boot_id(),
+            url="http://127.0.0.1:1",
+            jobs="",
+            manager="127.0.0.1:1",
+            since=0.0,
+            is_background=True,
+            has_keys=False,
+        )
+        register(lost)
+        done = home.call("run", str(embedded_model), "x")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr

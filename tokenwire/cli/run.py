@@ -71,7 +71,7 @@ async def _run(options: argparse.Namespace) -> int:
                 return await _answer(options, server, name, text)
             except ServiceError as error:
                 print_error(await server.why_failed(error))
-    except (BackgroundError, ModelError) as error:
+    except (BackgroundError, ModelError, ServiceError) as error:
         print_error(str(error))
     return 1
 

@@ -21,6 +21,8 @@ Progress = Callable[[str], None]
 _POLL_SECONDS = 0.1
 _START_SECONDS = 300.0
 _HOST = "127.0.0.1"
+_OF_SERVE = "TOKENWIRE_SERVE_"
+"""Beginning of the variables of `tokenwire serve`"""
 _FLAGS = (
     ("--port", 8000),
     ("--tokenizer-port", 50051),
@@ -98,8 +100,7 @@ async def _start(folder: Path, show: Progress) -> RunningServer:
             stderr=output,
             cwd=folder,
             start_new_session=True,  # it outlives this terminal, and gets none of its signals
-            # a file of settings is for a server that others use, with keys and another host
-            env={**os.environ, STARTED_BY: "run", "TOKENWIRE_CONFIG": ""},
+            env=_variables(),
         )
     try:
         for waited in range(int(_START_SECONDS / _POLL_SECONDS)):
@@ -115,6 +116,12 @@ async def _start(folder: Path, show: Progress) -> RunningServer:
         raise
     process.terminate()
     raise BackgroundError(f"The server is not up after {_START_SECONDS:g} s; see {log_folder()}.")
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment without the settings of a server for others: its keys, say."""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(_OF_SERVE)}
+    return {**kept, STARTED_BY: "run", "TOKENWIRE_CONFIG": ""}
 
 
 def _ports() -> list[str]:
