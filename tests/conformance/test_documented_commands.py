@@ -35,23 +35,29 @@ NOT_RUN = {
     "kubectl ": "needs a cluster; tests/unit/deploy checks the manifests",
     "envoy -c ": "does not end; tests/services/test_envoy.py runs it",
     "curl localhost:8000/v1/models/unload": "tests/services/test_models_on_demand.py unloads",
-    "docker compose up": "tests/container runs it",
+    "helm ": "needs a cluster; tests/unit/deploy checks the chart",
+    "docker build": "tests/container builds the image",
+    "docker run": "tests/container starts the image",
     "docker compose build": "tests/container builds the images",
     "for service in grammar engine": "tests/container runs compose",
-    "MODEL=$HOME/Qwen2.5-Coder-0.5B ": "needs a downloaded model",
-    ".venv/bin/tokenwire pull": "needs the network",
     "tokenwire pull": "needs the network; tests/unit/common/model_files/test_hub.py has a hub",
     'pip install "tokenwire': "tests/conformance/test_wheel.py installs a wheel",
+    "python3 -m venv env": "tests/conformance/test_wheel.py makes an environment",
+    "env/bin/": "tests/conformance/test_wheel.py installs a wheel and serves from it",
+    "uvx ": "needs the network; does not end",
     ".venv/bin/pip install": "needs the network",
     ".venv/bin/python -m benchmarks": "takes long",
     ".venv/bin/python examples/mcp_server.py": "does not end; tests/browser/test_mcp.py runs it",
+    "sudo ": "changes the machine; tests/unit/deploy checks the unit of systemd",
+    "systemctl ": "needs systemd",
+    "journalctl ": "needs systemd; does not end",
     "systemd-run ": "needs systemd and a model that is larger than memory",
     "tokenwire chat --image": "needs a vision-language model",
     "tokenwire keys revoke": "its key is made up",
     "smg launch": "does not end; tests/conformance/test_smg.py runs it",
     "VLLM_ROUTER_TOKENIZER=": "does not end; tests/conformance/test_vllm_router.py runs it",
 }
-"""Beginnings of lines that are left out, with the reason"""
+"""Beginnings of lines that are left out, with those that continue them, and the reason"""
 
 
 GUARD = '''
@@ -69,6 +75,8 @@ class Guard:
 
 sys.meta_path.insert(0, Guard())
 '''
+CONTINUED = re.compile(r"(?:.*\\\n)*.*\n")
+"""A line of shell, with the lines that continue it after a backslash"""
 INSTALLED = re.compile(r"pip install ([^`\n]+)")
 OWN_MODULES = frozenset({"tokenwire", "services", "benchmarks"})
 
@@ -81,7 +89,7 @@ def blocks(page: Path) -> Sequence[tuple[str, str]]:
 
 def runnable(text: str) -> str:
     """Return the lines of shell that can be run here."""
-    lines = text.splitlines(keepends=True)
+    lines = CONTINUED.findall(text)
     return "".join(line for line in lines if not line.startswith(tuple(NOT_RUN)))
 
 
