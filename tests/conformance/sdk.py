@@ -147,6 +147,7 @@ SHARED_CALLS: Mapping[str, Call] = {
     ),
     "priority": ({"priority": -3}, has_output),
     "timeout": ({"timeout": 600.5}, has_output),
+    "keep_alive": ({"keep_alive": "5m"}, has_output),
     "return_token_ids": (
         {"return_token_ids": True}, lambda answer: bool(first(answer)["prompt_token_ids"])
     ),
@@ -183,6 +184,7 @@ SHARED_BAD: Mapping[str, Fields] = {
     "allowed_token_ids": {"allowed_token_ids": []},
     "bad_words": {"bad_words": [""]},
     "priority": {"priority": 2**31},
+    "keep_alive": {"keep_alive": "soon"},
     "timeout": {"timeout": 0},
     "guided_json": {"guided_json": {"type": "x"}},
     "guided_regex": {"guided_regex": "("},

@@ -315,7 +315,7 @@ def test_parts_without_effect_are_named(client: OpenAI) -> None:
             {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "input[0].content[0].type",
         ),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"input": [{"type": "web_search_call"}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"conversation": "conv_1"}, "conversation"),
