@@ -51,6 +51,8 @@ _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     model_manager_pb2.UseModelRequest: check_bounds,
     model_manager_pb2.LoadModelRequest: check_bounds,
     model_manager_pb2.UnloadModelRequest: check_bounds,
+    model_manager_pb2.PullModelRequest: check_bounds,
+    model_manager_pb2.RemoveModelRequest: check_bounds,
 }
 """The check of each request, with those of the text level as their service calls them"""
 _FILES = (completion, tokenizer_pb2, engine_pb2, grammar_pb2, model_manager_pb2)
