@@ -178,6 +178,7 @@ FIELDS: dict[str, Values] = {
     "bad_words": st.lists(STRINGS, max_size=3) | st.just(["a"] * 129),
     "priority": st.integers(-3, 3),
     "timeout": st.sampled_from([-1, 0, 3600.5, 10**9]),
+    "keep_alive": st.sampled_from(["5m", "1h30m", "-1s", "90", "", "5 years", -1, 0, 0.5]),
 }  # fmt: skip
 
 
