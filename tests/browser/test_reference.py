@@ -23,13 +23,18 @@ REFUSED = {
         for prefix in ("", "/v1")
         for path in ("embeddings", "rerank", "score", "classify", "pooling")
     },
+    "/v1/models/load": 400,
+    "/v1/models/unload": 400,
     "/v1/load_lora_adapter": 403,
     "/v1/unload_lora_adapter": 403,
     "/v1/responses/{response_id}/cancel": 400,
     "/v1/files": 400,
     "/v1/batches": 404,
+    "/api/embed": 400,
+    "/api/embeddings": 400,
+    **{f"/api/{path}": 501 for path in ("pull", "delete", "create", "copy", "push")},
 }
-"""Statuses of POSTs that a server refuses unless it is told to serve them or has such a model"""
+"""Statuses of changes that a server refuses unless it is told to serve them or has such a model"""
 
 
 async def opened(browser: Browser, url: str, width: int = 1280) -> Page:
@@ -103,7 +108,7 @@ async def test_every_operation_answers_its_example(reference: Page, stack: Stack
         await expect(state).to_contain_text(re.compile(r"\d ms$"), timeout=WAIT_MILLISECONDS)
         command = form.locator("xpath=preceding-sibling::pre[@data-path]").last
         path, method = [await command.get_attribute(f"data-{key}") for key in ("path", "method")]
-        status = REFUSED.get(path or "", 200) if (method or "").upper() == "POST" else 200
+        status = 200 if (method or "").upper() == "GET" else REFUSED.get(path or "", 200)
         await expect(state).to_contain_text(re.compile(f"^{status} "))
         assert await form.locator(".answer").inner_text()
 
