@@ -25,8 +25,8 @@ __all__ = ["EngineApplication"]
 
 _LOG = logging.getLogger("engine")
 _WITHOUT_KERNELS = (
-    "The CPU kernels were not built, so torch computes, several times slower. "
-    "Install g++, then install Tokenwire again (in a checkout: make clean serve)."
+    "The CPU kernels are missing, so torch computes, several times slower. Install Tokenwire's "
+    "wheel, which has them. Or install g++, then Tokenwire again (in a checkout: make clean serve)."
 )
 _CONTROL = engine_pb2.DESCRIPTOR.services_by_name["EngineControlService"].full_name
 _NICENESS = 5

@@ -1,6 +1,7 @@
 """Tests of the metrics that the services expose."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import httpx
 import pytest
 
 from services.engine.kernels.library import instruction_set
+from tests.documented_metrics import documented_metrics, exposed_metrics
 from tests.services.engine_client import generate, make_request
 from tests.stack import Stack, metrics_of, running_service
 from tokenwire.channel import connect
@@ -27,16 +29,17 @@ def refuse(self, name, *arguments, **options):
 ctypes.CDLL.__init__ = refuse
 """
 _ONLY_WITH_REDIS = {"tokenwire_shared_limits"}  # tests/services/test_shared_limits.py
-_DOCUMENT = Path(__file__).parents[2] / "docs" / "watching.md"
+_ONLY_ON_DEMAND = re.compile("tokenwire_models?_")  # tests/services/test_models_on_demand.py
 
 
 def test_exposed_metrics_are_the_documented_metrics(stack: Stack) -> None:
     targets = (stack.jobs, stack.tokenizer, stack.engine, stack.grammar)
-    others = [target.split(":") for target in targets]
-    urls = [stack.url, *(f"http://{host}:{int(port) + 1000}" for host, port in others)]
-    served = {name for url in urls for name in names(httpx.get(f"{url}/metrics", timeout=60).text)}
-    documented = set(re.findall(r"`(tokenwire_\w+)`", _DOCUMENT.read_text()))
-    assert served == documented - _ONLY_WITH_REDIS
+    addresses = [target.split(":") for target in targets]
+    urls = [stack.url, *(f"http://{host}:{int(port) + 1000}" for host, port in addresses)]
+    served = {name for url in urls for name in exposed_metrics(url)}
+    documented = documented_metrics()
+    on_demand = set(filter(_ONLY_ON_DEMAND.match, documented))
+    assert served == documented - _ONLY_WITH_REDIS - on_demand
 
 
 async def test_metrics_name_the_model(stack: Stack) -> None:
@@ -105,18 +108,12 @@ async def test_engine_without_kernels_warns_and_serves(
     embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(_HIDE_KERNELS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     arguments = ("--model", str(embedded_model), "--kv-memory", "64MiB")
     log = tmp_path / "engine.log"
     async with running_service("engine", *arguments, log=log) as engine:
         metrics = await metrics_of(engine.target)
         records = [json.loads(line) for line in log.read_text().splitlines()]
     [warning] = [each["message"] for each in records if each["level"] == "warning"]
-    assert "Install g++" in warning
+    assert "install g++" in warning
     assert [name for name in metrics if 'kernels="none"' in name]
-
-
-def names(exposition: str) -> set[str]:
-    """Return the names of Tokenwire's metrics, without the counters' times of creation."""
-    found = set(re.findall(r"^# TYPE (tokenwire_\w+)", exposition, re.MULTILINE))
-    return {name for name in found if not name.endswith("_created")}

@@ -19,6 +19,7 @@ import ollama
 import pytest
 import pytest_asyncio
 
+from tests.documented_metrics import documented_metrics, exposed_metrics
 from tests.stack import free_ports
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -31,6 +32,8 @@ class Server:
     url: str
     process: "subprocess.Popen[str]"
     folder: Path
+    metrics_url: str
+    """Address of the manager's metrics"""
 
     def child(self, service: str) -> int:
         """Return the process id of a service."""
@@ -64,7 +67,8 @@ def _served(folder: Path, logs: Path, *flags: str) -> Iterator[Server]:
     line = process.stdout.readline()
     assert line.startswith("Tokenwire serves"), process.communicate()
     try:
-        yield Server(f"http://127.0.0.1:{http}", process, folder)
+        metrics_url = f"http://127.0.0.1:{int(manager) + 1000}"
+        yield Server(f"http://127.0.0.1:{http}", process, folder, metrics_url)
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=120)
@@ -120,6 +124,13 @@ async def test_two_models_push_each_other_out(server: Server, http: httpx.AsyncC
     assert cards[2]["max_model_len"], "an idle model is described as when it was loaded"
     statuses = (await http.get("/status.json")).json()["models"]
     assert {each["id"]: each["reachable"] for each in statuses}["first"]
+
+
+async def test_the_manager_exposes_its_documented_metrics(server: Server) -> None:
+    documented = {name for name in documented_metrics() if name.startswith("tokenwire_model")}
+    exposed = exposed_metrics(server.metrics_url)
+    assert {name for name in exposed if name.startswith("tokenwire_model")} == documented
+    assert documented
 
 
 async def test_a_stream_that_waits_for_a_load_begins_and_tells_its_progress(

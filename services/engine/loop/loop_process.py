@@ -49,7 +49,6 @@ def run(link: socket.socket) -> NoReturn:
     try:
         with ends_with_peer(link):
             loaded = load_loop(settings)
-        _warn_without_kernels(loaded)
     except (CheckpointError, StartupError) as error:
         # the gRPC process may be gone: it stops when another service fails
         with suppress(ConnectionError):
@@ -66,14 +65,6 @@ def run(link: socket.socket) -> NoReturn:
         _LOG.exception("a step failed; all requests are lost")
         end_process(1)
     end_process(0)
-
-
-def _warn_without_kernels(loaded: LoadedLoop) -> None:
-    if (loaded.description.device, loaded.description.kernels) == ("cpu", "none"):
-        _LOG.warning(
-            "The CPU kernels are missing, so torch computes everything, several times more slowly: "
-            "install g++ and reinstall Tokenwire, or use its wheel, which has them."
-        )
 
 
 def _encoder_turns(settings: EngineSettings, loaded: LoadedLoop) -> EncoderTurns | None:
