@@ -289,7 +289,7 @@ def parse(settings: type[S], prog: str, prefix: str, arguments: Sequence[str] | 
     for field in fields:
         complaint = _complaint(field, values[field.name])
         if complaint is not None:
-            parser.error(complaint)
+            raise StartupError(f"{complaint}.")
     return settings(**values)
 
 
