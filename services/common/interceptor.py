@@ -32,6 +32,14 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("rpc")
+_PROBES = frozenset(
+    {
+        "/tokenwire.completion.v1.CompletionService/GetStatus",
+        "/tokenwire.engine.v1.EngineControlService/GetLoad",
+        "/tokenwire.jobs.v1.UsageService/RecordUsage",
+    }
+)
+"""Calls that services repeat every few seconds; a log of them would hide all else"""
 _LOAD_REPORTS = "/xds.service.orca.v3.OpenRcaService/"
 _SANE = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -229,7 +237,7 @@ class _Rpc:
 
     async def _end(self, error: BaseException | None) -> None:
         if error is None:
-            self._log("OK", logging.INFO)
+            self._log("OK", logging.DEBUG if self._method in _PROBES else logging.INFO)
         elif isinstance(error, ServiceError):
             why = failure(_LOG, error)
             # peers ask again and again until the model is loaded

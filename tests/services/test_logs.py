@@ -43,6 +43,8 @@ async def test_trace_id_is_in_every_services_log(embedded_model: Path, tmp_path:
         untraced = {"x-request-id": "untraced", "traceparent": "not a trace"}
         assert (await http.post("/v1/completions", json=body, headers=untraced)).is_success
         assert "trace_id" not in await shim.answered("untraced")
+        assert (await http.get("/status.json")).json()["models"][0]["reachable"]
+    assert not any("GetStatus" in log.read_text() for log in logs.values()), "repeated calls"
     for log in logs.values():
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         named = {
