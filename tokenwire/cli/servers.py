@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from services.common.host_memory import in_units
 from tokenwire.cli.arguments import (
     Commands,
     add_command,
@@ -22,6 +23,7 @@ from tokenwire.cli.arguments import (
     whole_number,
 )
 from tokenwire.cli.output import print_error, print_json, print_text
+from tokenwire.cli.table import print_table
 from tokenwire.serving.running_servers import RunningServer, running_servers
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["add_commands"]
 
 _MOST_PID = 2**22
-_GIB, _MIB = 2**30, 2**20
 _COLUMNS = ("MODEL", "STATE", "MEMORY", "CONTEXT", "SINCE", "IDLE UNTIL")
 
 
@@ -95,18 +96,14 @@ def _print_listing(listing: "ServerListing", *, after: bool, everything: bool) -
         parts += [f"pid {own.pid}", "background" if own.is_background else "foreground"]
         parts.append(f"up {_span(time.time() - own.since)}")
     if listing.memory_bytes is not None:
-        parts.append(f"{_size(listing.memory_bytes)} of memory")
+        parts.append(f"{in_units(listing.memory_bytes)} of memory")
     print(", ".join(parts))
     if listing.problem:
         print_text(f"  {listing.problem}")
         return
     shown = [each for each in listing.models if everything or each["state"] != "idle"]
-    rows = [_COLUMNS, *map(_cells, shown)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if shown:
-        for row in rows:
-            cells = (f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
-            print_text(f"  {'  '.join(cells).rstrip()}")
+        print_table(_COLUMNS, [_cells(each) for each in shown], indent="  ")
     for each in shown:
         if each["error"]:
             print_text(f"  {each['id']}: {each['error']}")
@@ -124,15 +121,11 @@ def _cells(model: dict[str, Any]) -> tuple[str, ...]:
     return (
         model["id"],
         state,
-        "–" if memory is None else _size(memory),
+        "–" if memory is None else in_units(memory),
         "–" if context is None else f"{context:,}",
         "–" if since is None else f"{_span(now - since)} ago",
         "–" if until is None else f"in {_span(until - now)}",
     )
-
-
-def _size(count: int) -> str:
-    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"
 
 
 def _span(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """The command `usage`: tokens and requests by day, model and API key."""
 
 import argparse
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,7 +15,8 @@ from tokenwire.cli.arguments import (
     key_for,
     tls_of,
 )
-from tokenwire.cli.output import print_error, print_json, print_text
+from tokenwire.cli.output import print_error, print_json
+from tokenwire.cli.table import print_table
 
 __all__ = ["add_commands"]
 
@@ -75,26 +77,19 @@ async def _usage(options: argparse.Namespace) -> int:
 
 
 def _print_table(buckets: list[Any], by: set[str]) -> None:
-    names: list[str] = [name for name in ("day", "key", "model") if name in by]
-    rows: list[list[str]] = [[*names, *_COLUMNS]]
-    rows += [
+    names = [name for name in ("day", "key", "model") if name in by]
+    rows = [
         [*_labels(names, bucket, result), *(f"{result[field]:,}" for field in _COLUMNS.values())]
         for bucket in buckets
         for result in bucket["results"]
     ]
-    if len(rows) == 1:
-        print_text("No requests in these days.")
-        return
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (
-            cell.ljust(width) if place < len(names) else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print_text("  ".join(cells).rstrip())
+    if rows:
+        print_table([*names, *_COLUMNS], rows, numbers=len(_COLUMNS))
+    else:
+        print("No requests in these days.")
 
 
-def _labels(names: list[str], bucket: Any, result: Any) -> list[str]:
+def _labels(names: Sequence[str], bucket: Any, result: Any) -> list[str]:
     day = datetime.fromtimestamp(bucket["start_time"], UTC).date().isoformat()
     key = result["api_key_name"] or result["api_key_id"] or "-"
     labels = {"day": day, "key": key, "model": result["model"] or "-"}
