@@ -25,11 +25,20 @@ from tokenwire.flag_parser import FlagParser
 if TYPE_CHECKING:
     from tokenwire.stream import AnswerStream
 
-__all__ = ["add_chat_options", "add_commands", "add_sampling", "require_chat_packages"]
+__all__ = [
+    "add_chat_options",
+    "add_commands",
+    "add_sampling",
+    "request_options",
+    "require_chat_packages",
+]
 
 _MOST_TOKENS = 2**32 - 1
 _SEEDS = (-(2**63), 2**63 - 1)
 _MOST_CHOICES = 128
+_SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop", "ignore_eos")
+"""Options of `add_sampling`"""
+_CHOICE = ("n", "model")
 
 
 def add_commands(commands: Commands) -> None:
@@ -123,7 +132,7 @@ async def _complete(options: argparse.Namespace) -> int:
     from tokenwire.requests import with_image_marks
 
     prompt = read_text(options.prompt, "prompt")
-    request = _request_options(options, "suffix")
+    request = request_options(options, *_CHOICE, "suffix")
     if images := _read_images(options):
         request["images"] = images
         prompt = with_image_marks(prompt, len(images))
@@ -155,7 +164,7 @@ async def _chat(options: argparse.Namespace) -> int:
     messages = [Message("user", text, images=_read_images(options))]
     if options.system is not None:
         messages.insert(0, Message("system", options.system))
-    request = _request_options(options)
+    request = request_options(options, *_CHOICE)
     async with connected(options) as client:
         if not options.stream:
             answer = await client.generate(messages, **request)
@@ -182,7 +191,7 @@ async def _interactive(options: argparse.Namespace) -> int:
     if options.json or options.n is not None or options.image:
         print_error("--json, --n and --image need a message; a chat has /image.")
         return 2
-    return await chat_at_target(options, _request_options(options))
+    return await chat_at_target(options, request_options(options, *_CHOICE))
 
 
 def require_chat_packages(error: ModuleNotFoundError) -> int:
@@ -203,10 +212,9 @@ def _end_stream(options: argparse.Namespace, stream: "AnswerStream") -> None:
         print()
 
 
-def _request_options(options: argparse.Namespace, *names: str) -> Any:
-    """Return the request options that the command line sets, `names` among them."""
-    shared = ("max_tokens", "temperature", "top_p", "seed", "n", "stop", "ignore_eos", "model")
-    given = {name: getattr(options, name) for name in (*shared, *names)}
+def request_options(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return the request options that the command line sets: those of sampling, and `names`."""
+    given = {name: getattr(options, name) for name in (*_SAMPLING, *names)}
     return {name: value for name, value in given.items() if value is not None}
 
 

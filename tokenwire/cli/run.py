@@ -6,10 +6,15 @@ import stat
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenwire.cli.arguments import Commands, add_command
-from tokenwire.cli.generation import add_chat_options, add_sampling, require_chat_packages
+from tokenwire.cli.generation import (
+    add_chat_options,
+    add_sampling,
+    request_options,
+    require_chat_packages,
+)
 from tokenwire.cli.model_argument import MODEL_HELP, add_download, provide_model
 from tokenwire.cli.output import print_error, print_text
 from tokenwire.cli.progress_line import ProgressLine
@@ -21,8 +26,6 @@ if TYPE_CHECKING:
     from tokenwire.serving.running_servers import RunningServer
 
 __all__ = ["add_commands"]
-
-_SETTINGS = ("max_tokens", "temperature", "top_p", "seed", "stop", "ignore_eos")
 
 
 def add_commands(commands: Commands) -> None:
@@ -187,7 +190,7 @@ async def _chat(options: argparse.Namespace, server: "ChatServer", name: str, jo
     with ProgressLine() as line:
         async with server.lease(name, line.show):
             pass  # the first answer then comes at once
-    settings = ChatSettings(_request_options(options), options.verbose)
+    settings = ChatSettings(request_options(options), options.verbose)
     state = await open_state(server, name, PdfReader(jobs, None, ""), settings)
     state.conversation.system = options.system or ""
     await run_chat(state)
@@ -200,7 +203,7 @@ async def _answer(options: argparse.Namespace, server: "ChatServer", name: str, 
 
     messages = [Message("system", options.system)] if options.system else []
     messages.append(Message("user", text))
-    request = _request_options(options)
+    request = request_options(options)
     with ProgressLine() as line:
         async with server.lease(name, line.show) as client:
             line.clear()
@@ -209,8 +212,3 @@ async def _answer(options: argparse.Namespace, server: "ChatServer", name: str, 
                     print_text(delta.text, end="")
     print()
     return 0
-
-
-def _request_options(options: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(options, name) for name in _SETTINGS}
-    return {name: value for name, value in given.items() if value is not None}
