@@ -36,7 +36,7 @@ class PdfReader:
             )
         if self.key and not (self.tls or self.plaintext or is_local_target(self.target)):
             raise AttachmentError(
-                f"The API key would go to {self.target} in clear text: use --ca, or --plaintext."
+                f"The API key would go to {self.target} in clear text: use --tls-ca or --plaintext."
             )
         document = jobs_pb2.Document(data=data, media_type="application/pdf", field=name)
         request = jobs_pb2.ReadTextRequest(documents=[document])
