@@ -53,4 +53,9 @@ async def _page(
         return f"{url} does not answer: {error or type(error).__name__}."
     except ValueError:
         return f"{url} is no server of this kind: its answer is not JSON."
-    return answer if reply.status == _OK else str(answer["error"]["message"])
+    if reply.status == _OK:
+        return answer
+    try:
+        return str(answer["error"]["message"])
+    except (KeyError, TypeError):
+        return f"{url} answers with status {reply.status}."
