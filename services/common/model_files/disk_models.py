@@ -3,6 +3,7 @@
 Only names, sizes, config.json and the first metadata of GGUF files are read.
 """
 
+import glob
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from services.common.model_files.hub import HubCheckpoint
 from services.common.model_files.quantisation import quantisation_of, quantisations_of
 from services.common.model_files.short_list import listed_models
 
-__all__ = ["DiskModel", "hub_cache", "models_in_cache", "models_in_folder"]
+__all__ = ["DiskModel", "gguf_parts", "hub_cache", "models_in_cache", "models_in_folder"]
 
 _REPOSITORY = re.compile(r"models--(.+?)--(.+)")
 _MAIN = "main"
@@ -197,7 +198,7 @@ def _gguf(name: str, path: Path) -> DiskModel:
     context = metadata.get(f"{architecture}.context_length")
     part = _PART.search(path.stem)
     count = 1 if part is None else int(part[1])
-    parts = list(path.parent.glob(_PART.sub("-*-of-*", path.stem) + ".gguf"))
+    parts = gguf_parts(path)
     return DiskModel(
         name=name,
         path=path,
@@ -207,6 +208,15 @@ def _gguf(name: str, path: Path) -> DiskModel:
         architecture=str(architecture),
         is_complete=bool(metadata) and len(parts) == count,
     )
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """Return the GGUF file, or the parts that are there of the split file that it begins."""
+    part = _PART.search(path.stem)
+    if part is None:
+        return [path]
+    stem = glob.escape(path.stem[: part.start()])
+    return list(path.parent.glob(f"{stem}-*-of-{part[1]}.gguf"))
 
 
 def _config(path: Path) -> Mapping[str, Any]:

@@ -2,10 +2,10 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from services.common.model_files.disk_models import DiskModel, hub_cache
+from services.common.model_files.disk_models import DiskModel, gguf_parts, hub_cache
 
 __all__ = ["RemovalError", "freed_bytes", "process_using", "remove"]
 
@@ -19,8 +19,7 @@ class RemovalError(Exception):
 
 def freed_bytes(model: DiskModel) -> int:
     """Return the bytes that a removal frees: those of the files that no other model needs."""
-    kept = _targets(_links(model, others=True))
-    gone = _targets(_links(model)) - kept
+    gone = _targets(_links(model)) - _targets(_other_links(model))
     return sum(file.stat().st_size for file in gone if file.is_file())
 
 
@@ -32,11 +31,11 @@ def remove(model: DiskModel) -> None:
     folder = model.cache_folder
     if folder is None or folder.parent != hub_cache() or not folder.name.startswith(_REPOSITORIES):
         raise RemovalError(f"{model.path} is not in the hub's cache: remove it yourself.")
-    others = list(_links(model, others=True))
+    others = list(_other_links(model))
     if not any(link.suffix in (".safetensors", ".gguf") for link in others):
         shutil.rmtree(folder)
         return
-    kept = _targets(iter(others))
+    kept = _targets(others)
     for link in list(_links(model)):
         target = link.resolve()
         link.unlink()
@@ -56,33 +55,29 @@ def process_using(model: DiskModel) -> int | None:
     return None
 
 
-def _links(model: DiskModel, *, others: bool = False) -> Iterator[Path]:
-    """Yield the links of a model's files in the cache; or those of its repository's other models.
-
-    A directory has all files of its snapshot but the GGUF files, which are models by themselves.
-    """
+def _other_links(model: DiskModel) -> Iterator[Path]:
+    """Yield the links of the other models of a model's repository."""
     assert model.cache_folder is not None
-    own = set(_own_links(model))
-    if not others:
-        yield from own
-        return
+    own = set(_links(model))
     for file in (model.cache_folder / "snapshots").rglob("*"):
         if not file.is_dir() and file not in own:
             yield file
 
 
-def _own_links(model: DiskModel) -> Iterator[Path]:
+def _links(model: DiskModel) -> Iterator[Path]:
+    """Yield the links of a model's files in the cache.
+
+    A directory has all files of its snapshot but the GGUF files, which are models by themselves.
+    """
     if model.path.suffix == ".gguf":
-        stem = model.path.stem.partition("-00001-of-")
-        pattern = f"{stem[0]}-*-of-*.gguf" if stem[1] else model.path.name
-        yield from model.path.parent.glob(pattern)
+        yield from gguf_parts(model.path)
         return
     for file in model.path.rglob("*"):
         if not file.is_dir() and file.suffix != ".gguf":
             yield file
 
 
-def _targets(links: Iterator[Path]) -> set[Path]:
+def _targets(links: Iterable[Path]) -> set[Path]:
     return {link.resolve() for link in links}
 
 
