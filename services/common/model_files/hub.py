@@ -208,29 +208,24 @@ class HubCheckpoint:
 
     def missing_bytes(self) -> int:
         """Return the bytes that a download would fetch; 0 without a connection. Raises HubError."""
-        from huggingface_hub.errors import DryRunError
-        from huggingface_hub.utils.tqdm import disable_progress_bars
-
-        disable_progress_bars()
-        with self._explained():
-            try:
-                files = self._listed(self._wanted)
-            except DryRunError:
-                return 0
-        return sum(file.file_size or 0 for file in files if file.will_download)
+        return sum(file.file_size or 0 for file in self._wanted_files() if file.will_download)
 
     def weight_bytes(self) -> int:
         """Return the total bytes of the weights; 0 without a connection. Raises HubError."""
+        files = self._wanted_files()
+        return sum(file.file_size or 0 for file in files if file.filename.endswith(_WEIGHTS))
+
+    def _wanted_files(self) -> "list[DryRunFileInfo]":
+        """Return the files of a download; none without a connection. Raises HubError."""
         from huggingface_hub.errors import DryRunError
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
         with self._explained():
             try:
-                files = self._listed(self._wanted)
+                return self._listed(self._wanted)
             except DryRunError:
-                return 0
-        return sum(file.file_size or 0 for file in files if file.filename.endswith(_WEIGHTS))
+                return []
 
     def _chosen_of(self, names: list[str]) -> "HubCheckpoint":
         """Return the checkpoint with a file of these. Raises QuantisationError."""
