@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 STARTED_BY = "TOKENWIRE_STARTED_BY"
-"""Variable that says what started `tokenwire serve`: "run" = `tokenwire run`"""
+"""Variable that names the starter of `tokenwire serve`: "run" = `tokenwire run`, "make" = make"""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _START_FIELD = 19
 """Field of /proc/PID/stat behind the command's name: the start in ticks since boot"""

@@ -10,7 +10,6 @@ from tokenwire.serving.stack_layout import ServeError
 __all__ = ["SpareProcesses"]
 
 _NAMES = ("engine", "tokenizer", "grammar")
-_STOP_SECONDS = 5.0
 
 
 class SpareProcesses:

@@ -120,7 +120,7 @@ def _note_uses(services: Iterable[Service]) -> None:
 
 def _report_next_command() -> None:
     """Say what the embedded model is for, and how to serve one that can talk."""
-    by_make = os.environ.get("TOKENWIRE_STARTED_BY") == "make"
+    by_make = os.environ.get(STARTED_BY) == "make"
     command = "make serve MODEL=smollm2" if by_make else "tokenwire serve smollm2"
     report(
         "this is the embedded model of 6 million parameters: it shows the machinery, and can't "
