@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from tokenwire.cli.chat.conversation import image_type
 from tokenwire.messages import Message
 
 __all__ = ["AttachmentError", "Attachments", "ReadPdf", "read_file"]
@@ -12,7 +13,6 @@ __all__ = ["AttachmentError", "Attachments", "ReadPdf", "read_file"]
 ReadPdf: TypeAlias = Callable[[bytes, str], Awaitable[str]]
 """Function that returns the text of a PDF with this name. Raises AttachmentError"""
 _MOST_BYTES = 32 << 20
-_IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 
 
 class AttachmentError(Exception):
@@ -32,7 +32,7 @@ class Attachments:
     def add_image(self, path: Path) -> None:
         """Attach an image. Raises AttachmentError."""
         data = read_file(path)
-        if not data.startswith(_IMAGE_STARTS):
+        if image_type(data) is None:
             raise AttachmentError(f"{path} is no PNG, JPEG, WebP or GIF.")
         self._images.append(data)
         self.names.append(path.name)
@@ -42,7 +42,7 @@ class Attachments:
         data = read_file(path)
         if data.startswith(b"%PDF-"):
             text = await self.read_pdf(data, path.name)
-        elif data.startswith(_IMAGE_STARTS):
+        elif image_type(data) is not None:
             raise AttachmentError(f"{path} is an image: use /image.")
         else:
             text = _decoded(data, path)
@@ -51,7 +51,7 @@ class Attachments:
         return len(text)
 
     def take(self, text: str) -> Message:
-        """Return the user's message with the files, and forget these."""
+        """Return the user's message with the files, and drop these."""
         content = "\n\n".join([*self._texts, text])
         message = Message("user", content, images=tuple(self._images))
         self.clear()

@@ -4,11 +4,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from difflib import get_close_matches
 
 from tokenwire.cli.other_service import explain
 from tokenwire.client import Client
 from tokenwire.errors import ServiceError
+from tokenwire.flag_parser import suggestion
 from tokenwire.tls import ClientTls
 
 __all__ = ["ChatServer", "ModelError", "TargetServer", "not_offered"]
@@ -72,6 +72,5 @@ class TargetServer(ChatServer):
 
 def not_offered(model: str, names: Sequence[str], where: str) -> str:
     """Return the sentence about a model that a server does not offer."""
-    close = get_close_matches(model, names, 1)
-    hint = f"Did you mean {close[0]}?" if close else f"It has {', '.join(names)}."
-    return f"{where} has no model {model}. {hint}"
+    hint = suggestion(model, names) or f" It has {', '.join(names)}."
+    return f"{where} has no model {model}.{hint}"

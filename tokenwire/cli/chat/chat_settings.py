@@ -4,10 +4,10 @@ import argparse
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from tokenwire.cli.arguments import number, whole_number
+from tokenwire.flag_parser import suggestion
 
 __all__ = ["NAMES", "ChatSettings", "SettingError"]
 
@@ -80,9 +80,8 @@ class ChatSettings:
         """Change a value; "default" takes it back. Raises SettingError."""
         name = name.replace("-", "_")
         if name not in NAMES:
-            close = get_close_matches(name, NAMES, 1)
-            hint = f"Did you mean {close[0]}?" if close else f"The names are {', '.join(NAMES)}."
-            raise SettingError(f"There is no setting {name}. {hint}")
+            hint = suggestion(name, NAMES) or f" The names are {', '.join(NAMES)}."
+            raise SettingError(f"There is no setting {name}.{hint}")
         if name in _REQUEST and text == _UNSET:
             self.request.pop(name, None)
             return

@@ -8,12 +8,18 @@ from typing import Any, cast
 
 from tokenwire.messages import Message, Role, ToolCall
 
-__all__ = ["Conversation", "ConversationError", "read_messages", "write_messages"]
+__all__ = [
+    "Conversation",
+    "ConversationError",
+    "image_type",
+    "read_messages",
+    "write_messages",
+]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _IMAGE_TYPES = (
     (b"\x89PNG", "image/png"),
-    (b"\xff\xd8", "image/jpeg"),
+    (b"\xff\xd8\xff", "image/jpeg"),
     (b"GIF8", "image/gif"),
     (b"RIFF", "image/webp"),
 )
@@ -50,6 +56,11 @@ class Conversation:
                 del self.messages[index:]
                 return question
         return None
+
+
+def image_type(data: bytes) -> str | None:
+    """Return the media type of an image by its first bytes; None if it is no known image."""
+    return next((kind for start, kind in _IMAGE_TYPES if data.startswith(start)), None)
 
 
 def write_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -102,7 +113,7 @@ def _written(message: Message) -> dict[str, Any]:
 
 
 def _data_url(image: bytes) -> str:
-    kind = next((kind for start, kind in _IMAGE_TYPES if image.startswith(start)), "image/png")
+    kind = image_type(image) or "image/png"
     return f"data:{kind};base64,{base64.b64encode(image).decode('ascii')}"
 
 

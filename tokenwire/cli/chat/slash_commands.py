@@ -5,7 +5,6 @@ import os
 import shlex
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from tokenwire.cli.chat.attachments import AttachmentError, read_file
@@ -16,6 +15,7 @@ from tokenwire.cli.chat.conversation import ConversationError, read_messages, wr
 from tokenwire.cli.chat.prompt_line import Choices
 from tokenwire.cli.visible_text import visible
 from tokenwire.errors import ServiceError
+from tokenwire.flag_parser import suggestion
 
 __all__ = ["COMMANDS", "choices", "run_command"]
 
@@ -35,9 +35,8 @@ async def run_command(state: ChatState, line: str) -> None:
     name, _, rest = line.strip().partition(" ")
     command = COMMANDS.get({"/?": "/help", "/exit": "/bye", "/quit": "/bye"}.get(name, name))
     if command is None:
-        close = get_close_matches(name, COMMANDS, 1, cutoff=0.4)
-        hint = f"Did you mean {close[0]}?" if close else "/help lists the commands."
-        state.say(f"There is no command {visible(name)}. {hint}")
+        hint = suggestion(name, COMMANDS) or " /help lists the commands."
+        state.say(f"There is no command {visible(name)}.{hint}")
         return
     try:
         await command.run(state, rest.strip())
