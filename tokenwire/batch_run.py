@@ -135,7 +135,7 @@ class _Request:
     problem: str = ""
     """Reason why the line can't be sent, a sentence; empty if it can be sent"""
     line: int = 0
-    """Its number in the input"""
+    """Number of the line in the input"""
 
 
 class BatchRun:

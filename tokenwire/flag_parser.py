@@ -22,7 +22,7 @@ class FlagParser(argparse.ArgumentParser):
         options.setdefault("allow_abbrev", False)
         super().__init__(*arguments, **options)
         self.hints: dict[str, str] = {}
-        """Sentences for flags that people try in vain, by flag"""
+        """Sentences about flags that people try but that do not exist, by flag"""
         self.add_further: Callable[[FlagParser], None] | None = None
         """Function that adds flags before arguments are read: their definition takes time"""
 
@@ -86,7 +86,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def unknown_flag(flag: str, known: Collection[str]) -> str:
-    """Return the sentence for a flag that is none of `known`."""
+    """Return the sentence about a flag that `known` does not have."""
     return f"unknown flag {flag}.{suggestion(flag, known) or ' See --help.'}"
 
 
@@ -100,9 +100,9 @@ def nearest(name: str, known: Collection[str]) -> Sequence[str]:
     """Return the valid names that are likely meant, the likeliest first."""
     by_word = {each.lstrip("-"): each for each in known if not _is_negation(each) or "no-" in name}
     word = name.lstrip("-")
-    begun = sorted(each for each in by_word if len(word) > 1 and each.startswith(word))
+    prefixed = sorted(each for each in by_word if len(word) > 1 and each.startswith(word))
     close = difflib.get_close_matches(word, by_word, _MOST_NAMES, _LEAST_LIKENESS)
-    return [by_word[each] for each in dict.fromkeys([*begun, *close])][:_MOST_NAMES]
+    return [by_word[each] for each in dict.fromkeys([*prefixed, *close])][:_MOST_NAMES]
 
 
 def _is_negation(flag: str) -> bool:

@@ -1,4 +1,4 @@
-"""SIGHUP, by which a service is told that its catalog has changed."""
+"""SIGHUP, the signal to a service that its catalog has changed."""
 
 import asyncio
 import signal

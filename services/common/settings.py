@@ -54,7 +54,7 @@ class StartupError(Exception):
     """A service can't start. The message is one sentence for the person who started it."""
 
     usage = ""
-    """How the service is started, in a line, if its flags are at fault"""
+    """Usage of the command in one line, if its flags are at fault; else empty"""
 
 
 def print_startup_error(service: str, error: Exception) -> None:

@@ -50,12 +50,12 @@ class HttpServer:
 
 @dataclass(frozen=True, slots=True)
 class ServerListing:
-    """What `ps` shows of one server."""
+    """State of one server, as `ps` shows it."""
 
     url: str
     server: RunningServer | None = None
     problem: str = ""
-    """Why the models are not known; empty = they are"""
+    """Reason why the models are not known; empty = they are known"""
     models: Sequence[dict[str, Any]] = field(default_factory=list)
     memory_bytes: int | None = None
     """Memory of the server's processes; None = another machine's"""

@@ -59,7 +59,7 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one request. Times are of `time.perf_counter`."""
+    """Result of one request. Times are of `time.perf_counter`."""
 
     sent: float
     ended: float

@@ -35,7 +35,7 @@ _CARD_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What can be known of a checkpoint before it is served."""
+    """Facts of a checkpoint that are known before it is served."""
 
     architecture: str
     generates: bool

@@ -317,7 +317,7 @@ class ModelManager:
         else:
             managed.work = None
             self._note_loaded(managed, time.monotonic() - began)
-        self._forget_if_gone(managed)
+        self._drop_if_gone(managed)
         self._advance()
 
     def _unloading(self) -> list[ManagedModel]:
@@ -344,7 +344,7 @@ class ModelManager:
         self._note_change(managed)
 
     def _fail(self, managed: ManagedModel, why: str) -> None:
-        """Note a failure, which is told to all who wait for the model or use it."""
+        """Note a failure, and fail the leases of the model."""
         report(f"{managed.name} can't be loaded: {why}")
         metrics.FAILURES.labels(managed.name).inc()
         managed.set_failed(why, _LEAST_PAUSE, _MOST_PAUSE)
@@ -395,11 +395,11 @@ class ModelManager:
         if managed.state != pb.MODEL_STATE_FAILED:
             managed.state = pb.MODEL_STATE_IDLE
             report(f"{managed.name} is unloaded")
-        self._forget_if_gone(managed)
+        self._drop_if_gone(managed)
         self._note_change(managed)
         self._advance()
 
-    def _forget_if_gone(self, managed: ManagedModel) -> None:
+    def _drop_if_gone(self, managed: ManagedModel) -> None:
         if managed.is_gone and not managed.in_memory and managed.work is None:
             self._leaving.discard(managed)
 
@@ -433,7 +433,7 @@ class ModelManager:
         else:
             managed.joining.discard(lease)
             why = f"was not loaded within {seconds}; its load goes on"
-        lease.fail(_late(f"The model {managed.name} {why}."))
+        lease.fail(_timed_out(f"The model {managed.name} {why}."))
         self._advance()
 
     def _note_change(self, managed: ManagedModel) -> None:
@@ -486,7 +486,7 @@ def _in_use(what: str) -> ServiceError:
     return ServiceError(grpc.StatusCode.ABORTED, "MODEL_IN_USE", message)
 
 
-def _late(message: str) -> ServiceError:
+def _timed_out(message: str) -> ServiceError:
     return ServiceError(grpc.StatusCode.UNAVAILABLE, "LOAD_LATE", message, retry_seconds=5)
 
 

@@ -39,7 +39,7 @@ class RequestUsage:
 
 
 class UsageKey(NamedTuple):
-    """What a sum is kept for."""
+    """Day, key and model of a sum."""
 
     day: int
     """Day in UTC, in days since 1970-01-01"""
@@ -102,6 +102,6 @@ def first_day(month: int) -> int:
 
 
 def next_month() -> datetime:
-    """Return the begin of the next month in UTC."""
+    """Return the beginning of the next month in UTC."""
     following = month_of(day_of(time.time())) + 1
     return datetime.fromtimestamp(first_day(following) * _DAY, UTC)

@@ -29,7 +29,7 @@ _GGUF_TYPES: Mapping[int, str] = {
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """What the files of a checkpoint hold; "" and 0 = not known."""
+    """Facts of the files of a checkpoint; "" and 0 = not known."""
 
     format: str = ""
     """gguf or safetensors"""

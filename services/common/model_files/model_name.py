@@ -1,4 +1,4 @@
-"""Names of models, as users write them: the one place that says what a name means.
+"""Names of models, as users write them, and their meaning.
 
     models/small                 a directory that exists, or a GGUF file
     smollm2                      a model of the short list (short_list.toml)
@@ -30,7 +30,7 @@ class ModelNameError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """What a name means."""
+    """Meaning of a name."""
 
     text: str
     """Name as the user wrote it"""

@@ -97,20 +97,20 @@ def _fetch(source: _Source, place: Path) -> None:
         if place.exists():
             partial.unlink(missing_ok=True)
             return
-        begun = opened.tell()
-        if begun > source.size:
+        offset = opened.tell()
+        if offset > source.size:
             opened.truncate(0)
-            begun = 0
+            offset = 0
         http_get(
             source.url,
             opened,
-            resume_size=begun,
+            resume_size=offset,
             headers=dict(source.headers),
             expected_size=source.size,
             displayed_filename=source.name,
         )
         opened.flush()
-        if begun and _sha256(partial) != source.digest:
+        if offset and _sha256(partial) != source.digest:
             partial.unlink()
             raise DownloadedFileError(
                 f"{source.name} was interrupted and continued, and is damaged: download it again."

@@ -26,7 +26,7 @@ __all__ = ["ChatState", "Reply"]
 
 @dataclass(slots=True)
 class Reply:
-    """What has come of an answer, and when."""
+    """Parts of an answer that have come, and their times."""
 
     began: float = field(default_factory=time.monotonic)
     texts: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Reply:
 
 @dataclass(slots=True)
 class ChatState:
-    """What the commands and messages of a chat change."""
+    """State that the commands and messages of a chat change."""
 
     server: ChatServer
     model: str

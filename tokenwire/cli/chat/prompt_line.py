@@ -21,7 +21,7 @@ __all__ = ["QUOTES", "Choices", "LastingHistory", "PromptLine"]
 QUOTES = '"""'
 """Marks around a message of several lines"""
 Choices = Mapping[str, Iterable[str] | None]
-"""What may follow each command: None = a path"""
+"""Texts that may follow each command; None = a path"""
 _HISTORY = "chat_history"
 _MOST_HISTORY = 1 << 20
 """Bytes of history above which the older half is dropped"""
@@ -56,7 +56,7 @@ class PromptLine:
 
     @property
     def typed(self) -> str:
-        """What stood in the line when the last reading ended."""
+        """Text of the line when the last reading ended."""
         return self._session.default_buffer.text
 
 
