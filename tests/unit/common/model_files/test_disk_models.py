@@ -74,6 +74,18 @@ def test_folder_lists_directories_and_files_below_it(tmp_path: Path) -> None:
     assert sorted(model.path for model in found) == [models / "one", models / "two-Q4_0.gguf"]
 
 
+def test_file_with_brackets_in_its_name_is_complete(tmp_path: Path) -> None:
+    gguf = gguf_bytes(tmp_path, 512)
+    folder = tmp_path / "models"
+    folder.mkdir()
+    names = ("[a] m-Q8_0.gguf", "[b] m-Q4_0-00001-of-00002.gguf", "[b] m-Q4_0-00002-of-00002.gguf")
+    for name in names:
+        (folder / name).write_bytes(gguf)
+    whole, split = models_in_folder(folder)
+    assert (whole.is_complete, split.is_complete) == (True, True)
+    assert {whole.num_bytes, split.num_bytes} == {len(gguf), 2 * len(gguf)}
+
+
 def test_removal_keeps_other_models_of_the_repository(repositories: Path) -> None:
     split = next(model for model in models_in_cache() if model.name == "a/b-GGUF:Q4_0")
     assert freed_bytes(split) == split.num_bytes
