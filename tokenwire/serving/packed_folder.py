@@ -4,6 +4,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from tokenwire.user_folder import user_folder
+
 __all__ = ["packed_folder", "trim"]
 
 
@@ -12,10 +14,7 @@ def packed_folder() -> Path | None:
 
     None = it can't be written.
     """
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # the XDG specification says to ignore a relative path
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    folder = root / "tokenwire" / "packed"
+    folder = user_folder("XDG_CACHE_HOME", ".cache") / "packed"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError:

@@ -1,9 +1,9 @@
 """Folder of what Tokenwire keeps for a user between its runs."""
 
-import os
 from pathlib import Path
 
 from services.common.model_files.last_use import last_use, record_use
+from tokenwire.user_folder import user_folder
 
 __all__ = ["note_use", "state_folder", "used_at"]
 
@@ -12,10 +12,7 @@ _USES = "last-use"
 
 def state_folder() -> Path:
     """Return $XDG_STATE_HOME/tokenwire, by default ~/.local/state/tokenwire. It may not exist."""
-    base = os.environ.get("XDG_STATE_HOME", "")
-    # the XDG specification says to ignore a relative path
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state"
-    return root / "tokenwire"
+    return user_folder("XDG_STATE_HOME", ".local/state")
 
 
 def note_use(model: Path) -> None:
