@@ -320,7 +320,7 @@ def _apply_demand(model: CatalogModel, deployment: _Deployment) -> CatalogModel:
         try:
             model = replace(model, keep_alive=parse_keep_alive(deployment.keep_alive))
         except ValueError as error:
-            raise ValueError(f"keep_alive of model {model.full_name}: {error}") from None
+            raise ValueError(f"keep_alive of model {model.full_name} {error}") from None
     return model
 
 

@@ -27,13 +27,13 @@ _NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
 def parse_keep_alive(value: str | float) -> float:
     """Return the seconds of "5m", "1h30m", "-1s", "90" or 90; infinity for a negative time.
 
-    Raises ValueError, whose message says which forms there are.
+    Raises ValueError, whose message has no subject: "must be a number of seconds, …".
     """
     seconds = _seconds(value) if isinstance(value, str) else float(value)
     if seconds is None or math.isnan(seconds):
         raise ValueError(
-            f"{str(value)[:_LONGEST]!r} is no time: write a number of seconds, or a duration such "
-            "as 5m or 1h30m; 0 unloads at once, a negative one keeps the model for ever"
+            "must be a number of seconds, or a duration such as 5m or 1h30m; 0 unloads at once, a "
+            f"negative one keeps the model for ever; got {str(value)[:_LONGEST]!r}"
         )
     return math.inf if seconds < 0 else seconds
 

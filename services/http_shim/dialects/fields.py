@@ -73,7 +73,7 @@ def read_keep_alive(value: str | float | None) -> float | None:
     try:
         return None if value is None else parse_keep_alive(value)
     except ValueError as error:
-        raise invalid("keep_alive", f"keep_alive: {error}.") from None
+        raise invalid("keep_alive", f"keep_alive {error}.") from None
 
 
 def about(
