@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from tokenwire.client import Client
 
 __all__ = [
+    "DEFAULT_TARGET",
+    "DEFAULT_URL",
+    "KEY_VARIABLE",
     "Command",
     "Commands",
     "add_command",
@@ -43,14 +46,14 @@ __all__ = [
 Command: TypeAlias = Callable[[argparse.Namespace], Awaitable[int]]
 Commands: TypeAlias = "argparse._SubParsersAction[FlagParser]"
 _VARIABLE = "TOKENWIRE_TARGET"
-_TARGET = "127.0.0.1:50051"
+DEFAULT_TARGET = "127.0.0.1:50051"
 _URL_VARIABLE = "TOKENWIRE_URL"
-_URL = "http://127.0.0.1:8000"
-_KEY_VARIABLE = "TOKENWIRE_API_KEY"
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "TOKENWIRE_API_KEY"
 _KEY_FILE_VARIABLE = "TOKENWIRE_KEY_FILE"
 _KEY_PREFIX = "tw-"
 _KEY_PLACES = (
-    f"write the API key to a file and name it with --key-file, or set {_KEY_VARIABLE}. The key of "
+    f"write the API key to a file and name it with --key-file, or set {KEY_VARIABLE}. The key of "
     "a TLS certificate goes in --tls-key."
 )
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -78,7 +81,7 @@ def add_target(parser: FlagParser) -> None:
     parser.add_argument(
         "--target",
         type=_target,
-        default=os.environ.get(_VARIABLE) or _TARGET,
+        default=os.environ.get(_VARIABLE) or DEFAULT_TARGET,
         metavar="HOST:PORT",
         help=f"Tokenizer service; the variable {_VARIABLE} sets it too (default: %(default)s).",
     )
@@ -92,7 +95,7 @@ def add_key(parser: FlagParser) -> None:
         "--key-file",
         type=Path,
         metavar="FILE",
-        help=f"File with the API key; the variable {_KEY_VARIABLE} may hold the key itself.",
+        help=f"File with the API key; the variable {KEY_VARIABLE} may hold the key itself.",
     )
     parser.add_argument(
         "--plaintext",
@@ -114,7 +117,7 @@ def key_of(options: argparse.Namespace) -> str:
     """Return the API key of the options or the environment; "" without one. Raises TokenError."""
     if options.key_file is not None:
         return TokenFile(options.key_file).first
-    if key := os.environ.get(_KEY_VARIABLE, ""):
+    if key := os.environ.get(KEY_VARIABLE, ""):
         return key
     file = os.environ.get(_KEY_FILE_VARIABLE)
     return TokenFile(Path(file)).first if file else ""
@@ -125,7 +128,7 @@ def add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
         type=url_of,
-        default=os.environ.get(_URL_VARIABLE) or _URL,
+        default=os.environ.get(_URL_VARIABLE) or DEFAULT_URL,
         help=f"HTTP server; the variable {_URL_VARIABLE} sets it too (default: %(default)s).",
     )
 
@@ -216,11 +219,8 @@ def keep_alive(text: str) -> float:
     """Read the time that a model stays in memory, as the argparse type."""
     try:
         return parse_keep_alive(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            "must be a number of seconds, or a duration such as 5m or 1h30m; 0 unloads at once, "
-            f"and a negative one keeps the model for ever; got {text!r}"
-        ) from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def read_text(argument: str, field: str) -> str:

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenwire.cli.arguments import DEFAULT_TARGET, DEFAULT_URL
 from tokenwire.flag_parser import suggestion
+from tokenwire.user_folder import user_folder
 
 __all__ = ["CLIENT", "ConfigError", "ConfigFile", "Entry", "Setting", "read_config"]
 
@@ -50,8 +52,8 @@ class Setting:
 CLIENT = tuple(
     Setting(f"{_CLIENT}.{name}", (f"TOKENWIRE_{name.upper()}",), default)
     for name, default in (
-        ("target", "127.0.0.1:50051"),
-        ("url", "http://127.0.0.1:8000"),
+        ("target", DEFAULT_TARGET),
+        ("url", DEFAULT_URL),
         ("jobs", ""),
         ("key_file", ""),
         ("tls_ca", ""),
@@ -157,9 +159,7 @@ def _find(named: str | None) -> Path | None:
     stated = os.environ.get(_VARIABLE) if named is None else named
     if stated is not None:
         return Path(stated).expanduser() if stated else None
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    home = Path(base) if os.path.isabs(base) else Path.home() / ".config"
-    places = (Path(_NAME).absolute(), home / "tokenwire" / _NAME)
+    places = (Path(_NAME).absolute(), user_folder("XDG_CONFIG_HOME", ".config") / _NAME)
     return next((place for place in places if place.is_file()), None)
 
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tokenwire.cli.arguments import Commands, add_command, add_json
+from tokenwire.cli.arguments import KEY_VARIABLE, Commands, add_command, add_json
 from tokenwire.cli.config_file import CLIENT, ConfigFile, Setting
 from tokenwire.cli.output import print_json
 from tokenwire.cli.serve import add_flags
@@ -15,7 +15,6 @@ from tokenwire.flag_parser import FlagParser
 __all__ = ["add_commands"]
 
 _HIDDEN = "(not shown)"
-_KEY_VARIABLE = "TOKENWIRE_API_KEY"
 
 
 def add_commands(commands: Commands, file: ConfigFile) -> None:
@@ -80,8 +79,8 @@ def _of_serve(options: argparse.Namespace, file: ConfigFile) -> Iterator[_Shown]
 def _of_client(file: ConfigFile) -> Iterator[_Shown]:
     for setting in CLIENT:
         yield from _elsewhere(setting, (), file)
-    is_set = bool(os.environ.get(_KEY_VARIABLE))
-    source = f"variable {_KEY_VARIABLE}" if is_set else "default"
+    is_set = bool(os.environ.get(KEY_VARIABLE))
+    source = f"variable {KEY_VARIABLE}" if is_set else "default"
     yield _Shown("client.api_key", _HIDDEN if is_set else "", source)
 
 

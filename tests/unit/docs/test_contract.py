@@ -40,7 +40,7 @@ REASON = re.compile(r"[A-Z][A-Z_]{3,}")
 NO_REASONS = {
     *("COMMIT", "DESC", "ROLLBACK"),  # SQL
     *("NAME", "OTHER", "TEXT"),  # parts of chat templates and tool calls
-    *("PATH", "PYTHONPATH", "TOKENWIRE_STARTED_BY"),
+    *("PATH", "PYTHONPATH"),
     *("INVALID_ARGUMENT", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED"),  # codes of gRPC
     *("DELETE", "HEAD", "POST", "FINISH_REASON_", "UNKNOWN"),
 }
