@@ -9,7 +9,7 @@ import msgspec
 from services.common.accounts import identity
 from services.common.accounts.identity import admin_key_required
 from services.common.accounts.ledger import MOST_USAGES
-from services.common.accounts.usage import UsageKey
+from services.common.accounts.usage import LAST_DAY, UsageKey
 from services.jobs.creator import admit
 from services.jobs.store.usage_store import UsageQuery, UsageStore
 from tokenwire.errors import ServiceError, invalid
@@ -20,8 +20,6 @@ __all__ = ["UsageServicer"]
 
 _MOST_REPORTER = 64
 _MOST_NAMES = 1_000
-_LAST_DAY = 2_932_896
-"""9999-12-31, in days since 1970-01-01"""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -95,7 +93,7 @@ def _place(after: str) -> UsageKey | None:
         place = msgspec.json.decode(after.encode(), type=UsageKey)
     except ValueError:
         raise _unknown_place() from None
-    if not 0 <= place.day <= _LAST_DAY:  # SQLite takes no larger integers than of 64 bits
+    if not 0 <= place.day <= LAST_DAY:  # SQLite refuses integers of more than 64 bits
         raise _unknown_place()
     return place
 

@@ -215,7 +215,8 @@ async def test_openai_sdk_reads_the_usage_with_an_admin_key(metered: Metered) ->
 @pytest.mark.parametrize(
     "query",
     ["start=yesterday", "start=2026-02-30", "end=1970-01-01", "group_by=hour", "limit=0",
-     "limit=9999", "page=%00", "page=WzEsIiJd", "bucket_width=1h", "end=99999999999999999999",
+     "limit=9999", "limit=0000000019999", "start=1795910400000", "page=%00", "page=WzEsIiJd",
+     "bucket_width=1h", "end=99999999999999999999",
      # [0, "no place"], and [0, "[99999999999999999999,\"\",\"\"]"]
      "page=WzAsICJubyBwbGFjZSJd&start=1970-01-01",
      "page=WzAsICJbOTk5OTk5OTk5OTk5OTk5OTk5OTksXCJcIixcIlwiXSJd&start=1970-01-01"],

@@ -70,6 +70,11 @@ class Keyring:
         """The public parts of all keys, in the order of the file."""
         return [*self._keys.values()]
 
+    def name_of(self, identity: str) -> str:
+        """Return the name of a key by its id; empty = it has none, or the file lacks the key."""
+        key = self._keys.get(identity)
+        return "" if key is None else key.name
+
     def tier_of(self, key: Key) -> Tier:
         """Return the tier of a key of `keys`."""
         return self._accounts[key.id].tier

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from tokenwire.pb.jobs.v1 import jobs_pb2
 
 __all__ = [
+    "DAY_SECONDS",
+    "LAST_DAY",
     "RequestUsage",
     "UsageKey",
     "UsageSum",
@@ -17,7 +19,9 @@ __all__ = [
     "next_month",
 ]
 
-_DAY = 24 * 60 * 60
+DAY_SECONDS = 24 * 60 * 60
+LAST_DAY = 2_932_896
+"""9999-12-31, in days since 1970-01-01"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +90,12 @@ class UsageSum:
 
 def day_of(seconds: float) -> int:
     """Return the day of a Unix time in UTC, in days since 1970-01-01."""
-    return int(seconds // _DAY)
+    return int(seconds // DAY_SECONDS)
 
 
 def month_of(day: int) -> int:
     """Return the month of a day: 12 times the year, plus the month from 0."""
-    date = datetime.fromtimestamp(day * _DAY, UTC)
+    date = datetime.fromtimestamp(day * DAY_SECONDS, UTC)
     return date.year * 12 + date.month - 1
 
 
@@ -102,6 +106,6 @@ def first_day(month: int) -> int:
 
 
 def next_month() -> datetime:
-    """Return the beginning of the next month in UTC."""
+    """Return the start of the next month in UTC."""
     following = month_of(day_of(time.time())) + 1
-    return datetime.fromtimestamp(first_day(following) * _DAY, UTC)
+    return datetime.fromtimestamp(first_day(following) * DAY_SECONDS, UTC)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from services.common.accounts.keyring import Keyring
 from services.common.accounts.ledger import UsageLedger
-from services.common.accounts.usage import day_of
+from services.common.accounts.usage import DAY_SECONDS, LAST_DAY, day_of
 from services.http_shim.http.access import is_admin, require_admin
 from services.http_shim.http.body import json_response
 from services.http_shim.http.exchange import exchange_of
@@ -25,13 +25,12 @@ from tokenwire.pb.jobs.v1 import jobs_pb2
 
 __all__ = ["UsageBucket", "UsageEndpoint", "UsagePage", "UsageResult"]
 
-_DAY = 24 * 60 * 60
 _USUAL_DAYS, _MOST_DAYS = 31, 366
 """Days of a page"""
 _MOST_RESULTS = 5_000
 """Results of a page"""
-_LAST_DAY = 2_932_896
-"""9999-12-31, in days since 1970-01-01"""
+_MOST_DIGITS = 12
+"""Digits of a Unix time; milliseconds have more"""
 _GROUPS = {"day": "day", "model": "model", "key": "key", "api_key_id": "key"}
 _UNKNOWN_PAGE = "page must be next_page of an answer."
 
@@ -74,7 +73,7 @@ class UsagePage(Struct):
 
 
 class _Cursor(Struct, array_like=True):
-    """Begin of a page."""
+    """Start of a page."""
 
     day: int
     after: str = ""
@@ -188,8 +187,8 @@ class UsageEndpoint:
             result.model = usage.model
         if asked.by_key:
             result.api_key_id = usage.key
-            keys = () if self._keyring is None else self._keyring.keys
-            result.api_key_name = next((key.name for key in keys if key.id == usage.key), "")
+            keyring = self._keyring
+            result.api_key_name = "" if keyring is None else keyring.name_of(usage.key)
         return result
 
 
@@ -230,9 +229,10 @@ def _texts(query: QueryParams, *names: str) -> list[str]:
 
 
 def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MOST_DAYS):
+    days = int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else 0
+    if not 1 <= days <= _MOST_DAYS:
         raise invalid("limit", f"limit must be a number of days from 1 to {_MOST_DAYS}.")
-    return int(text)
+    return days
 
 
 def _day(query: QueryParams, names: Sequence[str], usual: int, *, is_end: bool) -> int:
@@ -242,14 +242,14 @@ def _day(query: QueryParams, names: Sequence[str], usual: int, *, is_end: bool) 
         return usual
     text = query[name]
     try:
-        if text.isascii() and text.isdigit():
-            day = (int(text[:12]) + (_DAY - 1 if is_end else 0)) // _DAY
+        if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS:
+            day = day_of(int(text) + (DAY_SECONDS - 1 if is_end else 0))
         else:
             start = datetime.combine(date.fromisoformat(text), datetime.min.time(), UTC)
             day = day_of(start.timestamp())
     except ValueError:
         raise invalid(name, f"{name} must be a date such as 2026-01-31, or Unix seconds.") from None
-    if not 0 <= day <= _LAST_DAY:
+    if not 0 <= day <= LAST_DAY:
         raise invalid(name, f"{name} must be from 1970 to 9999.")
     return day
 
@@ -271,7 +271,7 @@ def _written(cursor: _Cursor) -> str:
 
 
 def _following(asked: _Asked, usages: Sequence[jobs_pb2.Usage], after: str) -> _Cursor | None:
-    """Return the begin of the next page; None = this is the last one."""
+    """Return the start of the next page; None = this is the last one."""
     if after:
         return _Cursor(usages[-1].day if asked.by_day else asked.first, after)
     if asked.page_last < asked.last:
@@ -280,4 +280,4 @@ def _following(asked: _Asked, usages: Sequence[jobs_pb2.Usage], after: str) -> _
 
 
 def _bucket(first: int, last: int, results: list[UsageResult]) -> UsageBucket:
-    return UsageBucket("bucket", first * _DAY, (last + 1) * _DAY, results)
+    return UsageBucket("bucket", first * DAY_SECONDS, (last + 1) * DAY_SECONDS, results)
