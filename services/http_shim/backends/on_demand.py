@@ -8,14 +8,15 @@ from services.common.peers.waiting_room import WaitingRoom
 from services.http_shim.backends.backend import Backend, BackendSettings
 from services.http_shim.backends.connection import Connection
 from services.http_shim.backends.model_manager import ModelManagerClient
+from services.http_shim.backends.model_source import ServedModel
 from services.http_shim.backends.model_use import ModelUse
 from services.http_shim.backends.tokenizer_link import TokenizerLink, no_service
 from services.http_shim.metrics import MODEL_WAITS
-from tokenwire.errors import ServiceError
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import models_pb2
 from tokenwire.pb.models.v1 import model_manager_pb2
 
-__all__ = ["OnDemandConnection"]
+__all__ = ["OnDemandConnection", "require_on_demand"]
 
 
 class OnDemandConnection(Connection):
@@ -108,6 +109,20 @@ class OnDemandConnection(Connection):
 
     async def unload(self, *, force: bool) -> None:
         await self._manager.unload(self._name, force=force)
+
+
+def require_on_demand(served: ServedModel, name: str, field: str) -> OnDemandConnection:
+    """Return the connection to a model on demand. Raises INVALID_ARGUMENT for another model.
+
+    name: the model's, as the client wrote it. field: the client's field that asks for a load.
+    """
+    if isinstance(served.connection, OnDemandConnection):
+        return served.connection
+    raise invalid(
+        field,
+        f"{name} stays in memory, because it is not loaded on demand: start the server with "
+        "`tokenwire serve --models`, or give its row of the catalog on_demand = true.",
+    )
 
 
 class _OnDemandBackend(Backend):

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.http_shim.backends.model_source import ModelSource
-from services.http_shim.backends.on_demand import OnDemandConnection
+from services.http_shim.backends.on_demand import OnDemandConnection, require_on_demand
 from services.http_shim.dialects.bodies import Body, body_of
 from services.http_shim.dialects.fields import KeepAlive, about, read_keep_alive
 from services.http_shim.endpoints.model_cards import model_card
@@ -71,9 +71,7 @@ class ModelLoading:
         if not name:
             raise invalid("model", "model is required; GET /v1/models lists the models.")
         served = await authorized_model(exchange_of(request.scope), self._models, name)
-        if not isinstance(served.connection, OnDemandConnection):
-            raise invalid("model", f"{name} is always loaded: its row does not say on_demand.")
-        return served.connection
+        return require_on_demand(served, name, "model")
 
     async def _card(self, name: str | None) -> Response:
         return json_response(model_card(await self._models.listed_as(name or "")))

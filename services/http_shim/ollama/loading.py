@@ -1,10 +1,9 @@
 """Loading and unloading of models, as requests without input ask for it."""
 
 from services.http_shim.backends.model_source import ModelSource
-from services.http_shim.backends.on_demand import OnDemandConnection
+from services.http_shim.backends.on_demand import OnDemandConnection, require_on_demand
 from services.http_shim.http.access import authorized_model
 from services.http_shim.http.exchange import Exchange
-from tokenwire.errors import invalid
 
 __all__ = ["load_model", "unload_model"]
 
@@ -26,10 +25,4 @@ async def unload_model(exchange: Exchange, models: ModelSource, name: str) -> No
     """Unload a model that no request uses. Raises ServiceError, also for one that always stays."""
     served = await authorized_model(exchange, models, name)
     await models.require([name])
-    if not isinstance(served.connection, OnDemandConnection):
-        raise invalid(
-            "keep_alive",
-            f"{name} stays in memory, because it is not loaded on demand: start the server with "
-            "--models, or give its row of the catalog on_demand = true.",
-        )
-    await served.connection.unload(force=False)
+    await require_on_demand(served, name, "keep_alive").unload(force=False)
