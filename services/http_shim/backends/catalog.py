@@ -153,13 +153,7 @@ class Catalog:
         answers = await asyncio.gather(*map(self._describe, targets))
         described = dict(zip(targets, answers, strict=True))
         return [
-            ListedModel(
-                row,
-                variants[row.full_name],
-                described[row.target],
-                self._state(row),
-                row.on_demand,
-            )
+            ListedModel(row, variants[row.full_name], described[row.target], self._state(row))
             for row in rows
         ]
 
@@ -168,7 +162,7 @@ class Catalog:
         row = self._only() if name == "default" else await self._row(name)
         variants = self._variants[row.full_name]
         model = await self._describe(row.target)
-        return ListedModel(row, variants, model, self._state(row), row.on_demand)
+        return ListedModel(row, variants, model, self._state(row))
 
     async def statuses(self) -> list[ServedStatus]:
         rows = [row for row in self._served if not row.adapter_of]

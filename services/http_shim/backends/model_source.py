@@ -48,7 +48,6 @@ class ListedModel:
     """The backend's description; None = no backend serves it, or it does not answer now"""
     state: model_manager_pb2.Model | None = None
     """State of a model on demand; None = the model is always loaded, or its state is not known"""
-    on_demand: bool = False
 
 
 @dataclass(frozen=True, slots=True)

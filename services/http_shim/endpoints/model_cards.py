@@ -15,16 +15,16 @@ _VALUES = {
 
 
 class LoadStatus(Struct):
-    """Whether a model is in memory."""
+    """State of a model in memory."""
 
     value: str
     """loaded; idle = a request loads it; loading; failed = the last load failed"""
     progress: float | None = None
     """Share of the load that is done, from 0 to 1; null = unknown, or it is not loading"""
     memory_bytes: int | None = None
-    """Bytes that it takes in memory, as estimated before its load; null = not known"""
+    """Bytes that the model takes in memory, as estimated before its load; null = not known"""
     idle_until: float | None = None
-    """Unix seconds at which it is unloaded unless a request uses it; null = none"""
+    """Unix seconds at which the model is unloaded unless a request uses it; null = none"""
     error: str | None = None
     """Reason of the failed load, one sentence"""
 
@@ -59,7 +59,7 @@ class ModelCard(Struct):
     parent: str | None = None
     """Id of the model that this one is a LoRA adapter of"""
     status: LoadStatus | None = None
-    """Whether it is in memory; null = it is not served"""
+    """State of the model in memory; null = it is not served"""
 
 
 class ModelList(Struct):
@@ -74,7 +74,7 @@ def model_card(listed: ListedModel) -> ModelCard:
     row, model = listed.row, listed.model
     context = _least(row.context, None if model is None else model.context_length)
     output = _least(row.max_output_length, None if model is None else model.max_output_length)
-    status = load_status(listed.state, on_demand=listed.on_demand)
+    status = load_status(listed.state, on_demand=row.on_demand)
     return ModelCard(
         id=row.full_name,
         object="model",

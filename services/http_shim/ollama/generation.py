@@ -87,7 +87,7 @@ class OllamaGeneration(GenerationEndpoint):
     ) -> models_pb2.Model | None:
         """Return what a model says of itself, which is loaded if it never was; None = nothing."""
         listed = await self._models.listed_as(reading.request.model)
-        if listed.model is None and listed.on_demand:
+        if listed.model is None and listed.row.on_demand:
             await load_model(exchange, self._models, reading.request.model, reading.keep_alive)
             listed = await self._models.listed_as(reading.request.model)
         return listed.model

@@ -104,7 +104,7 @@ class OllamaShown(Struct):
     details: OllamaDetails
     model_info: dict[str, Any]
     capabilities: list[str]
-    """Of completion, tools, thinking, vision, insert and embedding"""
+    """Some of completion, tools, thinking, vision, insert and embedding"""
     modified_at: str
 
 
@@ -175,9 +175,8 @@ class OllamaModels:
 
 
 def _is_loaded(listed: ListedModel) -> bool:
-    if listed.on_demand:
-        status = load_status(listed.state, on_demand=True)
-        return status.value == "loaded"
+    if listed.row.on_demand:
+        return load_status(listed.state, on_demand=True).value == "loaded"
     return listed.model is not None
 
 
@@ -268,7 +267,7 @@ def _size(parameters: int) -> str:
 
 def _capabilities(model: models_pb2.Model | None) -> list[str]:
     if model is None:
-        return ["completion"]  # it was not loaded yet
+        return ["completion"]  # the model was never loaded
     has = {
         "embedding": model.embedding_width > 0,
         "completion": not model.only_embeds,
