@@ -28,11 +28,13 @@ __all__ = [
     "KeepAlive",
     "KeptTokens",
     "LeftOut",
+    "MinP",
     "ModelName",
     "ParallelCalls",
     "PresencePenalty",
     "Priority",
     "ReasoningEffort",
+    "RepetitionPenalty",
     "StopStrings",
     "Strings",
     "Temperature",
@@ -173,6 +175,18 @@ PresencePenalty: TypeAlias = Annotated[
         "sampling.presence_penalty",
         default=0,
     ),
+]
+RepetitionPenalty: TypeAlias = Annotated[
+    float | None,
+    about(
+        "Divides positive logits of tokens that occurred, and multiplies negative ones.",
+        "sampling.repetition_penalty",
+        default=1,
+    ),
+]
+MinP: TypeAlias = Annotated[
+    float | None,
+    about("Least probability, relative to the likeliest.", "sampling.min_p", default=0),
 ]
 ParallelCalls: TypeAlias = Annotated[
     bool | None, about("Allow several calls in an answer.", default=True)

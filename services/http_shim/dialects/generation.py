@@ -21,9 +21,11 @@ from services.http_shim.dialects.fields import (
     IsStreamed,
     KeepAlive,
     KeptTokens,
+    MinP,
     ModelName,
     PresencePenalty,
     Priority,
+    RepetitionPenalty,
     StopStrings,
     Strings,
     Temperature,
@@ -104,22 +106,13 @@ class GenerationBody(ConstraintFields):
     temperature: Temperature = None
     top_p: TopP = None
     top_k: TopK = None
-    min_p: Annotated[
-        float | None, about("Least probability, relative to the likeliest.", "sampling.min_p")
-    ] = None
+    min_p: MinP = None
     seed: Annotated[Int64 | None, about("Seed of the sampling; equal seeds give equal text.")] = (
         None
     )
     frequency_penalty: FrequencyPenalty = None
     presence_penalty: PresencePenalty = None
-    repetition_penalty: Annotated[
-        float | None,
-        about(
-            "Divides positive logits of tokens that occurred, and multiplies negative ones.",
-            "sampling.repetition_penalty",
-            default=1,
-        ),
-    ] = None
+    repetition_penalty: RepetitionPenalty = None
     logit_bias: Annotated[
         Annotated[dict[Uint32, float], Meta(max_length=2**18)] | None,
         about(

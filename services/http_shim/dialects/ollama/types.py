@@ -12,8 +12,10 @@ from services.http_shim.dialects.fields import (
     Int64,
     JsonObject,
     KeepAlive,
+    MinP,
     PresencePenalty,
     Priority,
+    RepetitionPenalty,
     Strings,
     Timeout,
     Uint32,
@@ -81,22 +83,12 @@ class OllamaOptions(Struct):
         about("Number of likeliest tokens to sample from; 0 and below = all.", default=40),
     ] = None
     top_p: Annotated[float | None, about("Nucleus mass.", "sampling.top_p", default=0.9)] = None
-    min_p: Annotated[
-        float | None,
-        about("Least probability, relative to the likeliest.", "sampling.min_p", default=0),
-    ] = None
+    min_p: MinP = None
     seed: Annotated[Int64 | None, about("Seed of the sampling; -1 = a random one.")] = None
     stop: Annotated[
         str | Strings | None, about("Strings that end the answer and are cut off.", "stop")
     ] = None
-    repeat_penalty: Annotated[
-        float | None,
-        about(
-            "Divides positive logits of tokens that occurred, and multiplies negative ones.",
-            "sampling.repetition_penalty",
-            default=1,
-        ),
-    ] = None
+    repeat_penalty: RepetitionPenalty = None
     repeat_last_n: Annotated[
         Int64 | None,
         about(
