@@ -242,7 +242,7 @@ def _open_workload(templates: Templates, manifest: Manifest) -> None:
     name = manifest["metadata"]["name"]
     values = f".Values.{key_of(name)}"
     spec = manifest["spec"]
-    if name not in ("jobs",) and "replicas" in spec:
+    if name != "jobs" and "replicas" in spec:
         spec["replicas"] = templates.inline(f"{values}.replicas")
     pod = spec["template"]["spec"]
     [container] = pod["containers"]

@@ -57,7 +57,7 @@ class CompletionServicer(CompletionServiceServicer):
         facts: CheckpointFacts,
         settings: StreamSettings,
     ) -> None:
-        """created: Unix time of the checkpoint, for the list of models, as are its facts."""
+        """created: Unix time of the checkpoint. The list of models has it, and the facts."""
         self._registry = registry
         self._processors = processors
         self._embeddings = embeddings

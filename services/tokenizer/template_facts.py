@@ -1,4 +1,4 @@
-"""What the chat templates of a checkpoint can do, without an engine."""
+"""Facts of a checkpoint's chat templates, read without an engine."""
 
 from dataclasses import dataclass
 from pathlib import Path

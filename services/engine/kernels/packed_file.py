@@ -136,7 +136,7 @@ class PackedFile:
         if self._file is not None and self._next < len(self._entries):
             self._drop("it holds more weights than the model")
         if self._file is not None:
-            with contextlib.suppress(OSError):  # who bounds the folder removes the oldest files
+            with contextlib.suppress(OSError):  # --packed-size keeps the files used last
                 os.utime(self._file)
             _LOG.info("read the packed weights from %s", self._path)
         elif self._keeps and not self._packed:

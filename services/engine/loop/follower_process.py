@@ -30,9 +30,8 @@ def run(settings: EngineSettings) -> NoReturn:
     Then exit with 0; exit with 1 if a rank is lost or a step fails, with 2 if the start fails.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
-    service_logging.configure(
-        "engine", "warning", settings.log_format
-    )  # rank 0 logs everything else
+    # rank 0 logs everything else
+    service_logging.configure("engine", "warning", settings.log_format)
     try:
         with opened(settings) as opened_settings:
             model = load(opened_settings)

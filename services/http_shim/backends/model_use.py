@@ -126,5 +126,5 @@ class ModelUse:
 
 
 def _ended() -> ServiceError:
-    message = "The server has stopped to load models; try again."
+    message = "The server has stopped loading models; try again."
     return ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_MANAGER", message, retry_seconds=1)

@@ -55,7 +55,7 @@ class KeyList(Struct):
     has_more: bool
     month_ends_at: int
     usage_error: str | None = None
-    """Why the usage is not known; null = it is"""
+    """Reason for which the usage is not known; null = it is known"""
 
 
 class Keys:

@@ -52,7 +52,7 @@ class _HttpsObject(ssl.SSLObject):
     incoming: ssl.MemoryBIO
     outgoing: ssl.MemoryBIO
     _is_known = False
-    """Whether the first bytes were seen"""
+    """True once the first bytes are read"""
     _is_plain = False
 
     def do_handshake(self) -> None:
@@ -66,7 +66,7 @@ class _HttpsObject(ssl.SSLObject):
         super().do_handshake()
 
     def _look_at(self, begin: bytes) -> None:
-        """Answer the begin of a request; give the begin of a handshake back."""
+        """Answer the first bytes of a request; put those of a handshake back."""
         if _REQUEST_LINE.match(begin) is None:
             self.incoming.write(begin)
             return

@@ -52,7 +52,7 @@ class PullStatus(Struct):
 
     status: str
     digest: str | UnsetType = UNSET
-    """Names the download: one of its name"""
+    """Name of the download: a digest of the model's name"""
     total: int | UnsetType = UNSET
     """Bytes to download"""
     completed: int | UnsetType = UNSET

@@ -93,7 +93,7 @@ class InvalidLine:
     """A line of a batch that is no request."""
 
     line: int
-    """Its number, from 1"""
+    """Number of the line, from 1"""
     message: str
 
 

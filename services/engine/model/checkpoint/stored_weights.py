@@ -34,7 +34,7 @@ _MXFP4 = ("_blocks", "_scales")
 _BYTES_OF_FORMAT = {"int8": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4": 0.5625}
 """Bytes of a number by the format that rounds it; int4 has a 16-bit scale for 32 numbers"""
 _SMALL = 65536
-"""Bytes of tensors, such as positions, that are no weights"""
+"""Most bytes of a tensor of integers that holds no weights, such as positions"""
 _FLOAT32_BYTES = 4
 _LENGTH_BYTES = 8
 _NUMBER_BYTES = {"bfloat16": 2, "float16": 2}
