@@ -336,6 +336,13 @@ def test_playground_uses_documented_routes(http: httpx.Client) -> None:
     assert {f"/{path}" for path in asked} <= set(http.get("/openapi.json").json()["paths"])
 
 
+@pytest.mark.parametrize("verb", ["load", "unload"])
+def test_load_without_models_on_demand_says_how_to_have_them(http: httpx.Client, verb: str) -> None:
+    answer = http.post(f"/v1/models/{verb}", json={"model": "default"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert "`tokenwire serve --models`" in answer.json()["error"]["message"]
+
+
 def test_sigterm_exits_with_status_0(http: httpx.Client, process: "subprocess.Popen[str]") -> None:
     """Runs last: it stops the process that the other tests use."""
     process.send_signal(signal.SIGTERM)

@@ -178,6 +178,17 @@ async def test_a_load_that_fails_is_one_sentence_for_all_who_wait(
     assert status["error"]
 
 
+async def test_a_failed_load_shows_clients_no_folder(
+    http: httpx.AsyncClient, server: Server
+) -> None:
+    """Any key may ask for a model and read its status; the log has the path."""
+    answer = await http.post("/v1/completions", json=_body("damaged"))
+    statuses = await http.get("/status.json")
+    assert answer.json()["error"]["code"] == "load_failed"
+    assert "damaged/tokenizer.json" in answer.json()["error"]["message"]
+    assert str(server.folder) not in answer.text + statuses.text
+
+
 async def test_an_operator_loads_and_unloads(http: httpx.AsyncClient) -> None:
     await _unloaded(http, "first", "second")
     loaded = await http.post("/v1/models/load", json={"model": "first", "keep_alive": "1h"})

@@ -26,6 +26,11 @@ class OnDemandModel:
     keep_alive: float
     """Seconds that it stays in memory after its last use; infinity = for ever"""
 
+    def without_path(self, text: str) -> str:
+        """Return a text in which the model's name replaces its path."""
+        path = self.services[0].checkpoint
+        return text.replace(path, self.name) if path else text
+
 
 def has_on_demand(plan: CatalogPlan) -> bool:
     """Return whether a catalog has a model on demand."""

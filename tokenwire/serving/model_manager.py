@@ -344,10 +344,13 @@ class ModelManager:
         self._note_change(managed)
 
     def _fail(self, managed: ManagedModel, why: str) -> None:
-        """Note a failure, and fail the leases of the model."""
+        """Note a failure, which is told to all who wait for the model or use it.
+
+        The log alone names the model's path: any key may read the rest.
+        """
         report(f"{managed.name} can't be loaded: {why}")
         metrics.FAILURES.labels(managed.name).inc()
-        managed.set_failed(why, _LEAST_PAUSE, _MOST_PAUSE)
+        managed.set_failed(managed.plan.without_path(why), _LEAST_PAUSE, _MOST_PAUSE)
         waiting = [lease for lease in self._queue if lease.model is managed]
         for lease in waiting:
             self._queue.remove(lease)

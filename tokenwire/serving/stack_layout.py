@@ -220,6 +220,12 @@ class Service:
     """Variables that the process gets besides those of `tokenwire serve`"""
 
     @property
+    def checkpoint(self) -> str:
+        """Path of the model's directory or file; empty for a service without a model."""
+        flags = self.arguments
+        return flags[flags.index("--model") + 1] if "--model" in flags else ""
+
+    @property
     def title(self) -> str:
         """Name in messages: "engine", "engine 2", or "engine of MODEL" with a catalog."""
         name = f"{self.name} {self.replica}" if self.replica > 1 else self.name

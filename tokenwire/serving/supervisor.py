@@ -115,7 +115,7 @@ def _note_uses(services: Iterable[Service]) -> None:
     """Note for `tokenwire list` that the services' models are in use."""
     for service in services:
         if service.name == "engine":
-            note_use(Path(service.arguments[service.arguments.index("--model") + 1]))
+            note_use(Path(service.checkpoint))
 
 
 def _report_next_command() -> None:
