@@ -48,7 +48,7 @@ async def test_states_of_models_and_the_effect_of_a_message_are_shown(page: Page
     line = page.locator("#model-state")
     await expect(line).to_be_hidden()
     await page.select_option("#model", "cold")
-    await expect(line).to_contain_text("cold is not in memory (2.0 GiB). A message loads it")
+    await expect(line).to_contain_text("cold is not in memory (2 GiB). A message loads it")
     await page.select_option("#model", "bad")
     await expect(line).to_contain_text("bad could not be loaded: No such file.")
 

@@ -1,61 +1,42 @@
 // The admin page: models, usage and keys, for whoever has an admin key.
 
-import { getJson, useKey } from "../playground/requests.js";
 import { duration } from "../status/numbers.js";
+import { Polling, ask, say } from "../status/polling.js";
 import { showKeys } from "./keys.js";
 import { showModels } from "./models.js";
 import { showUsage } from "./usage.js";
 
 const INTERVAL_MILLISECONDS = 3000;
-const TIMEOUT_MILLISECONDS = 10_000;
+const RECENT_SECONDS = 30; // longer than the time between two samples of the server
 const KEYS_EVERY = 10; // turns between two requests for usage and keys
 
 const at = (id) => document.getElementById(id);
-let timer = null;
+const polling = new Polling(INTERVAL_MILLISECONDS, show, showFailure);
 let turn = 0;
-let isAsking = false;
+let clock = 0; // time of the last answer on the server's clock
 
-document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : poll()));
-at("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  useKey(at("key").value.trim());
-  at("key").value = "";
-  askAll();
-});
 at("usage-form").addEventListener("change", askAll);
 at("usage-form").addEventListener("submit", (event) => event.preventDefault());
-poll();
+polling.now();
 
 function askAll() {
   turn = 0;
-  return poll();
+  polling.now();
 }
 
-async function poll() {
-  if (isAsking) return; // the answer under way starts the timer
-  isAsking = true;
-  clearTimeout(timer);
-  try {
-    if (turn % KEYS_EVERY === 0) {
-      showKeys(await ask("v1/keys"));
-      await askUsage();
-    }
-    const [status, cards] = [await ask("status.json?since=-1"), await ask("v1/models")];
-    showModels(status, cards.data, askAll);
-    say(`Tokenwire ${status.version}, up for ${duration(status.uptime_seconds)}.`);
-    at("content").hidden = false;
-    at("key-form").hidden = true;
-    at("content").classList.remove("stale");
-    turn += 1;
-  } catch (error) {
-    showFailure(error);
+async function show() {
+  if (turn % KEYS_EVERY === 0) {
+    showKeys(await ask("v1/keys"));
+    await askUsage();
   }
-  isAsking = false;
-  if (!document.hidden) timer = setTimeout(poll, INTERVAL_MILLISECONDS);
-}
-
-function ask(path) {
-  return getJson(path, AbortSignal.timeout(TIMEOUT_MILLISECONDS));
+  const since = clock - RECENT_SECONDS; // the last sample alone is shown
+  const [status, cards] = [await ask(`status.json?since=${since}`), await ask("v1/models")];
+  clock = status.uptime_seconds;
+  showModels(status, cards.data, askAll);
+  say(`Tokenwire ${status.version}, up for ${duration(status.uptime_seconds)}.`);
+  at("content").hidden = false;
+  at("content").classList.remove("stale");
+  turn += 1;
 }
 
 // A server without the jobs service has no usage, and shows the rest.
@@ -85,14 +66,9 @@ async function usage() {
 function showFailure(error) {
   const needsKey = error.status === 401 || error.status === 403;
   at("key-form").hidden = !needsKey;
-  if (needsKey) at("content").hidden = true;
+  if (needsKey) {
+    at("content").hidden = true;
+    turn = 0; // another key may see other usage
+  }
   at("content").classList.add("stale");
-  const answered = error.status !== undefined;
-  say(answered ? error.message : "The server does not answer. The page keeps asking.", true);
-}
-
-// Screen readers announce each assignment, so an unchanged text is not assigned.
-function say(text, isError = false) {
-  at("server").classList.toggle("error", isError);
-  if (at("server").textContent !== text) at("server").textContent = text;
 }

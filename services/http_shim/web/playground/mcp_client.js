@@ -16,7 +16,7 @@ document.addEventListener("securitypolicyviolation", ({ blockedURI }) => {
   if (URL.canParse(blockedURI)) blocked.add(new URL(blockedURI).origin);
 });
 
-export class McpError extends Error {
+class McpError extends Error {
   constructor(message, { code, status } = {}) {
     super(message);
     this.code = code; // of JSON-RPC
@@ -115,12 +115,12 @@ export class McpClient {
     const response = await this.#post(message, signal, headers);
     this.#session = response.headers.get("mcp-session-id") ?? this.#session;
     const isStream = response.headers.get("content-type")?.startsWith("text/event-stream");
-    if (!response.ok && !response.headers.get("content-type")?.startsWith("application/json")) throw await statusError(response, this.#session);
+    if (!response.ok && !response.headers.get("content-type")?.startsWith("application/json")) throw statusError(response, this.#session);
     for await (const answer of isStream ? streamed(response) : whole(response)) {
       if (answer.method && answer.id !== undefined) this.#refuse(answer);
       if (answer.method || (answer.id !== message.id && response.ok)) continue; // a notification, or the answer to nothing of ours
       if (answer.error) throw new McpError(answer.error.message, { code: answer.error.code, status: response.status });
-      if (!response.ok) throw await statusError(response, this.#session);
+      if (!response.ok) throw statusError(response, this.#session);
       return answer.result ?? {};
     }
     throw new McpError("The server ended its answer without a result.");
@@ -201,7 +201,7 @@ function parsed(text) {
   throw new McpError("The server answered with something that is not JSON-RPC.");
 }
 
-async function statusError({ status, statusText }, session) {
+function statusError({ status, statusText }, session) {
   const hints = {
     400: session ? "" : " If the server opens sessions, its CORS must expose the header Mcp-Session-Id.",
     401: " Give the server's token.",

@@ -1,4 +1,5 @@
 // The model picker: which model answers, and whether it is in memory.
+import { bytes } from "../status/numbers.js";
 import { button } from "./elements.js";
 import { listModels, postJson } from "./requests.js";
 
@@ -115,7 +116,7 @@ function progressText({ id, status }) {
 // Returns what a message does to a model that is not in memory.
 function effectText({ id, status }) {
   if (!status || status.value === "loaded") return "";
-  const memory = status.memory_bytes ? ` (${(status.memory_bytes / 2 ** 30).toFixed(1)} GiB)` : "";
+  const memory = status.memory_bytes ? ` (${bytes(status.memory_bytes)})` : "";
   if (status.value === "idle") return `${id} is not in memory${memory}. A message loads it, and waits until it can answer.`;
   if (status.value === "loading") return `${id} is loading${percent(status)}. A message waits until it can answer.`;
   return `${id} could not be loaded: ${status.error ?? "no reason is known."} A message tries again.`;

@@ -1,6 +1,6 @@
 // Requests to the server, and its streams of events.
 
-export class ServerError extends Error {
+class ServerError extends Error {
   // `status` is the HTTP status, or undefined for an error within a stream.
   constructor(message, status) {
     super(message);
