@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from services.common.json_values import Json
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.family import Family, WindowRule
+from services.engine.model.checkpoint.local_layers import local_layers
 
 __all__ = ["CachedKeys", "cached_keys"]
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_KINDS = {"full_attention", "sliding_attention"}
 _OTHER_LAYERS = (
     *("attention_layers", "multi_query", "v_head_dim"),
     *("attn_layer_indices", "attn_layer_period", "attn_type_list", "block_types", "cla_share"),
@@ -53,25 +55,22 @@ def cached_keys(config: Config) -> CachedKeys | None:
     nested = {} if family.section is None else config.section(family.section).values
     values = {**family.defaults, **nested, **config.values}
     try:
-        return _of_heads(Config(config.file, values, family.keys))
+        return _of_heads(Config(config.file, values, family.keys), family)
     except CheckpointError:  # a key has another name, or a value for each layer
         return None
 
 
-def _of_heads(config: Config) -> CachedKeys | None:
+def _of_heads(config: Config, family: Family) -> CachedKeys | None:
     values: Mapping[str, Json] = config.values
     if any(values.get(key) is not None for key in _OTHER_LAYERS):
+        return None
+    if family.windows is WindowRule.CHUNKED:
         return None
     layers, heads = config.positive("num_hidden_layers"), config.positive("num_attention_heads")
     head_dim = config.positive("head_dim", config.positive("hidden_size") // heads)
     width = 2 * config.positive("num_key_value_heads", heads) * head_dim
-    if config.has("layer_types"):
-        kinds = config.texts("layer_types")
-    else:
-        slides = config.has("sliding_window") and config.flag("use_sliding_window", True)
-        kinds = (_SLIDING if slides else _FULL,) * layers
-    if len(kinds) != layers or not set(kinds) <= {_FULL, _SLIDING}:
+    if config.has("layer_types") and not set(config.texts("layer_types")) <= _KINDS:
         return None
-    near = sum(kind == _SLIDING for kind in kinds)
+    near = sum(local_layers(config, family, layers))
     window = config.positive("sliding_window") if near else 0
     return CachedKeys((layers - near) * width, near * width, window)

@@ -44,9 +44,35 @@ def test_known_caches_have_the_size_that_the_engine_reckons_with() -> None:
     assert known > _LEAST_KNOWN
 
 
+def test_layers_that_only_the_family_gives_a_window_are_counted() -> None:
+    values: dict[str, Json] = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "vocab_size": 32,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "num_hidden_layers": 12,
+        "max_position_embeddings": 64,
+        "sliding_window": 10,
+        "sliding_window_pattern": 6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 4,
+    }
+    keys = cached_keys(Config("config.json", values))
+    groups = layer_groups(ModelSpec.from_config(values))
+    assert keys is not None
+    assert {group.window: group.token_width for group in groups} == {
+        0: keys.everywhere,
+        10: keys.within_window,
+    }
+    assert keys.everywhere == 2 * 8
+
+
 def test_layers_with_a_window_stop_growing() -> None:
     values: dict[str, Json] = {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": ["Olmo3ForCausalLM"],
         "hidden_size": 8,
         "num_attention_heads": 2,
         "num_hidden_layers": 2,
