@@ -121,7 +121,7 @@ class _TorchProjection(Projection):
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         if out.dtype != rows.dtype:
-            out.copy_(linear(rows, self._weight.T, self._bias))
+            self._into_float32(rows, out)
         elif self._bias is None:
             torch.mm(rows, self._weight, out=out)
         else:
@@ -129,6 +129,15 @@ class _TorchProjection(Projection):
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
         out.addmm_(rows, self._weight)
+        if self._bias is not None:
+            out += self._bias
+
+    def _into_float32(self, rows: Tensor, out: Tensor) -> None:
+        """Write float32 products, which a GPU does not round: rounded logits would often tie."""
+        if rows.device.type == "cpu":  # torch has this product for GPUs alone
+            out.copy_(linear(rows, self._weight.T, self._bias))
+            return
+        torch.ops.aten.mm.dtype_out(rows, self._weight, out.dtype, out=out)
         if self._bias is not None:
             out += self._bias
 
