@@ -23,6 +23,14 @@ traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 _MOST_TEXT, _MOST_TRACEBACK = 1_000, 16_000
 """Most characters of a field, and of the traceback of an exception"""
 _FLUSH_SECONDS = 1.0
+_LIBRARIES = (
+    *("PIL", "accelerate", "asyncio", "charset_normalizer", "concurrent", "dill", "filelock"),
+    *("fsspec", "grpc", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub"),
+    *("markdown_it", "opentelemetry", "pypdf", "redis", "torch", "tqdm", "transformers", "triton"),
+    *("urllib3", "uvicorn", "xformers"),
+)
+"""Loggers of other packages, which write nothing less severe than info: gRPC alone has ten lines
+of level debug for each request"""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
@@ -69,7 +77,7 @@ def _cut(value: object) -> object:
 def configure(
     service: str, level: str, log_format: str, on_lost: Callable[[], None] = lambda: None
 ) -> None:
-    """Log all records of `level` and above to stderr.
+    """Log all records of `level` and above to stderr; those of other packages from info upwards.
 
     log_format: "json", "text", or "auto" = text on a terminal and JSON elsewhere. on_lost: called
     for each lost line. A log that nobody reads loses lines instead of delaying a request.
@@ -80,6 +88,9 @@ def configure(
     formatter = _Formatter(service, is_text=text, colours=text and wants_colours(stderr))
     handler = _LineHandler(formatter, on_lost)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if level == "debug":
+        for library in map(logging.getLogger, _LIBRARIES):
+            library.setLevel(max(library.level, logging.INFO))
 
 
 def flush() -> None:

@@ -103,6 +103,23 @@ async def test_long_path_makes_neither_a_long_line_nor_a_long_answer(
     assert len(json.dumps(line)) < 3_000
 
 
+async def test_level_debug_shows_no_lines_of_grpc(stack: Stack) -> None:
+    """They would bury the shim's own line in some ten others for each request."""
+    async with (
+        running_shim("--tokenizer", stack.tokenizer, "--log-level", "debug") as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
+    ):
+        body = {"prompt": "x", "max_tokens": 2}
+        names = {"x-request-id": "debugged"}
+        answer = await http.post("/v1/completions", json=body, headers=names)
+        assert answer.status_code == 200
+        await shim.answered("debugged")
+        assert shim.count("GET /health") == 0
+        assert (await http.get("/health")).status_code == 200
+        await shim.logged("GET /health")
+        assert shim.count("_cygrpc") == 0
+
+
 async def test_stream_cut_by_shutdown_ends_with_an_error_and_is_logged(stack: Stack) -> None:
     """The client receives an error event, and the log has no traceback."""
     body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}

@@ -2,6 +2,9 @@
 
 import json
 import logging
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
 
 import grpc
 import pytest
@@ -45,3 +48,28 @@ def test_failure_quotes_the_client_only_at_level_debug(log: logging.Logger, leve
     assert ("secret" in str(told)) is (level == logging.DEBUG)
     full = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "The queue is full.")
     assert failure(log, full) == {"reason": "QUEUE_FULL", "error": "The queue is full."}
+
+
+_LOGGERS_AT_DEBUG = """
+import importlib, logging, pkgutil
+import services
+from services.common import logging as service_logging
+for module in pkgutil.walk_packages(services.__path__, "services."):
+    if not module.name.endswith(("__main__", "libtokenwire_kernels")):
+        importlib.import_module(module.name)
+service_logging.configure("test", "debug", "json")
+for name, logger in logging.root.manager.loggerDict.items():
+    is_shown = isinstance(logger, logging.Logger) and logger.isEnabledFor(logging.DEBUG)
+    if is_shown and logger.propagate:
+        print(name.partition(".")[0])
+"""
+
+
+def test_level_debug_shows_nothing_of_other_packages() -> None:
+    """gRPC's own ten lines for each request would hide those of the services."""
+    command = [sys.executable, "-c", _LOGGERS_AT_DEBUG]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    names = set(ran.stdout.split())
+    assert {"rpc", "loop", "http"} <= names
+    others = packages_distributions().keys() | {"asyncio", "concurrent"}
+    assert names & others == set()
