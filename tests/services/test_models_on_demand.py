@@ -337,3 +337,45 @@ async def test_ollamas_client_loads_lists_and_unloads_models(
     assert (parts[-1].load_duration or 0) > 0
     raw = await client.generate("second", "def ", raw=True, options={"num_ctx": 40})
     assert (raw.eval_count or 0) > 16
+
+
+async def test_a_normal_stop_ends_requests_and_writes_no_warning(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """Errors in the log of each stop would teach operators to overlook them."""
+    for name in ("first", "second"):
+        shutil.copytree(embedded_model, tmp_path / "models" / name)
+    logs = tmp_path / "logs"
+    flags = ("--log-level", "warning", "--no-spare")
+    with _served(tmp_path / "models", logs, *flags) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+            assert (await http.post("/v1/models/load", json={"model": "first"})).is_success
+            long = _body("first", max_tokens=300, ignore_eos=True, stream=True)
+            async with http.stream("POST", "/v1/completions", json=long) as running:
+                lines = running.aiter_lines()
+                await anext(lines)
+                waiting = asyncio.ensure_future(http.post("/v1/completions", json=_body("second")))
+                async with asyncio.timeout(60):
+                    while not await _waits(server):  # noqa: ASYNC110 - only metrics tell of it
+                        await asyncio.sleep(0.05)
+                before = _logged(logs)
+                server.process.send_signal(signal.SIGTERM)
+                refused = await waiting
+                rest = [line async for line in lines if line]
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
+        assert await asyncio.to_thread(server.process.wait, 120) == 0
+        assert _logged(logs) == before
+
+
+async def _waits(server: Server) -> bool:
+    """Return whether a user waits for a model."""
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(f"{server.metrics_url}/metrics")).text
+    return "tokenwire_model_waiting_users 1.0" in text
+
+
+def _logged(logs: Path) -> dict[str, str]:
+    """Return what each service has logged."""
+    return {file.name: file.read_text() for file in logs.iterdir()}

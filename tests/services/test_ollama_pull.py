@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,6 +33,13 @@ def hub(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @contextmanager
 def served(hub: Hub, tmp_path: Path, *flags: str) -> Iterator[str]:
     """Serve the hub's cache, which is empty; yield the URL."""
+    with running(hub, tmp_path, *flags) as (url, _):
+        yield url
+
+
+@contextmanager
+def running(hub: Hub, tmp_path: Path, *flags: str) -> "Iterator[tuple[str, subprocess.Popen[str]]]":
+    """As `served`; yield the process, too."""
     http, tokenizer, jobs, manager = map(str, free_ports(4))
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_ENDPOINT": hub.url}
     process = subprocess.Popen(
@@ -49,7 +57,7 @@ def served(hub: Hub, tmp_path: Path, *flags: str) -> Iterator[str]:
     line = process.stdout.readline()
     assert line.startswith("Tokenwire serves"), process.communicate()
     try:
-        yield f"http://127.0.0.1:{http}"
+        yield f"http://127.0.0.1:{http}", process
     finally:
         process.send_signal(signal.SIGTERM)
         _, complaints = process.communicate(timeout=120)
@@ -91,6 +99,29 @@ def test_model_is_pulled_used_and_deleted(hub: Hub, tmp_path: Path) -> None:
                 client.pull(name)
             assert caught.value.status_code == 400
             assert caught.value.error
+
+
+def test_a_pull_is_ended_with_a_reason_by_the_stop_of_the_server(hub: Hub, tmp_path: Path) -> None:
+    """The user can repeat it, and it goes on where it was; the stop waits for no download."""
+    with (
+        ThreadPoolExecutor() as threads,
+        running(hub, tmp_path, "--log-level", "warning") as (url, server),
+    ):
+        hub.waits.clear()
+        hub.may_send.clear()
+        try:
+            pull = threads.submit(Client(host=url).pull, "owner/small")
+            assert hub.waits.wait(60)
+            log = tmp_path / "logs" / "http_shim.log"
+            before = log.read_text()
+            server.send_signal(signal.SIGTERM)
+            with pytest.raises(ResponseError, match="The server is stopping") as caught:
+                pull.result(60)
+            assert caught.value.status_code == 503
+            assert server.wait(timeout=120) == 0
+        finally:
+            hub.may_send.set()
+        assert log.read_text() == before
 
 
 def test_only_operators_pull_and_delete(hub: Hub, tmp_path: Path) -> None:

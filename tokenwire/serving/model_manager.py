@@ -13,13 +13,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import grpc
-
-from services.common.host_memory import in_units
 from services.common.model_files.unknown_model import model_not_found
 from tokenwire.errors import ServiceError
 from tokenwire.pb.models.v1 import model_manager_pb2 as pb
 from tokenwire.serving import manager_metrics as metrics
+from tokenwire.serving.load_errors import (
+    in_use,
+    load_failed,
+    load_late,
+    never_fits,
+    queue_full,
+    stopping,
+    unloaded,
+)
 from tokenwire.serving.load_plan import Resident, Room, plan_load
 from tokenwire.serving.managed_model import ManagedModel, ModelLease, OnDemandModel
 from tokenwire.serving.model_watch import ModelWatch
@@ -71,6 +77,8 @@ class ModelManager:
         self._wanted: frozenset[ManagedModel] = frozenset()
         """Used models that the head of the queue waits for"""
         self._watches: set[ModelWatch] = set()
+        self._is_closed = False
+        """True when the server stops: no model is loaded or unloaded from then on"""
 
     def replace(self, models: Sequence[OnDemandModel]) -> None:
         """Serve these models. One that is gone leaves the memory once it is unused."""
@@ -119,7 +127,7 @@ class ModelManager:
         """Return a lease of a model, which gets its events later.
 
         keep_alive: seconds; None = as the catalog says. Raises NOT_FOUND, RESOURCE_EXHAUSTED if too
-        many wait, and UNAVAILABLE while a failed model pauses.
+        many wait, and UNAVAILABLE while a failed model pauses or the server stops.
         """
         managed = self._find(name)
         if not (managed.in_memory or managed.is_leaving):  # its files may have changed
@@ -132,8 +140,10 @@ class ModelManager:
             self._note_change(managed)
             lease.grant()
             return lease
+        if self._is_closed:
+            raise stopping()
         if len(self._queue) >= _MOST_WAITING:
-            raise _queue_full()
+            raise queue_full(_MOST_WAITING)
         _require_retry(managed)
         loop = asyncio.get_running_loop()
         lease.timer = loop.call_later(self._most_seconds, self._expire, lease)
@@ -176,13 +186,16 @@ class ModelManager:
         return lease.model.to_message()
 
     async def unload(self, name: str, *, force: bool) -> pb.Model:
-        """Unload a model, and return its state. Raises ABORTED while it is used, unless `force`."""
+        """Unload a model, and return its state. Raises ABORTED while it is used, unless `force`,
+        and UNAVAILABLE if the server stops."""
         managed = self._find(name)
+        if self._is_closed:
+            raise stopping()
         if not force:
             await self._until_unused(managed)
         if managed.in_memory:
             for lease in (*managed.leases, *managed.joining):
-                lease.fail(_unloaded(managed.name))
+                lease.fail(unloaded(managed.name))
             managed.leases.clear()
             managed.joining.clear()
             self._begin_unload(managed, "operator", at_once=force)
@@ -198,8 +211,20 @@ class ModelManager:
                 self._begin_unload(managed, "lost", at_once=True)
 
     async def close(self) -> None:
-        """End loads and unloads that run. The processes are ended by their owner."""
-        tasks = [each.work for each in (*self._models.values(), *self._leaving) if each.work]
+        """End loads and unloads that run, and the leases that wait for them.
+
+        Leases of loaded models stay: their requests may end. The processes are ended by their
+        owner, once no service asks for models.
+        """
+        self._is_closed = True
+        everyone = (*self._models.values(), *self._leaving)
+        waiting = [*self._queue, *(lease for each in everyone for lease in each.joining)]
+        self._queue.clear()
+        self._wanted = frozenset()
+        for lease in waiting:
+            lease.model.joining.discard(lease)
+            lease.fail(stopping())
+        tasks = [each.work for each in everyone if each.work]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -218,7 +243,7 @@ class ModelManager:
         except ServeError as error:
             if not managed.in_memory:  # no other user has begun its load meanwhile
                 self._fail(managed, str(error))
-                raise _load_failed(managed) from None
+                raise load_failed(managed) from None
         else:
             if not managed.in_memory:
                 managed.memory_bytes = needed
@@ -257,7 +282,7 @@ class ModelManager:
         residents = self._residents()
         plan = plan_load(needed, residents, self._room)
         if plan is None:
-            lease.fail(_never_fits(managed, self._room))
+            lease.fail(never_fits(managed, self._room, _MOST_PAUSE))
             return True
         if plan.await_unused:
             self._wanted = frozenset(plan.await_unused)
@@ -355,7 +380,7 @@ class ModelManager:
         for lease in waiting:
             self._queue.remove(lease)
         for lease in (*managed.leases, *managed.joining, *waiting):
-            lease.fail(_load_failed(managed))
+            lease.fail(load_failed(managed))
         managed.leases.clear()
         managed.joining.clear()
         self._note_change(managed)
@@ -377,6 +402,8 @@ class ModelManager:
             self._begin_unload(managed, "idle", at_once=False)
 
     def _begin_unload(self, managed: ManagedModel, cause: str, *, at_once: bool) -> None:
+        if self._is_closed:
+            return
         managed.note_use()  # ends the timer
         metrics.UNLOADS.labels(managed.name, cause).inc()
         loading = managed.work
@@ -409,7 +436,7 @@ class ModelManager:
     async def _until_unused(self, managed: ManagedModel) -> None:
         """Ask users to end their leases. Raises ABORTED if some have requests."""
         if managed.state == pb.MODEL_STATE_LOADING and managed.joining:
-            raise _in_use(f"The model {managed.name} is being loaded for requests.")
+            raise in_use(f"The model {managed.name} is being loaded for requests.")
         for lease in managed.leases:
             lease.want()
         end = time.monotonic() + _RELEASE_SECONDS
@@ -423,7 +450,7 @@ class ModelManager:
         finally:
             self.end_watch(watch)
         if managed.is_used:
-            raise _in_use(f"Requests use the model {managed.name}.")
+            raise in_use(f"Requests use the model {managed.name}.")
 
     def _expire(self, lease: ModelLease) -> None:
         """End the wait of a lease."""
@@ -436,7 +463,7 @@ class ModelManager:
         else:
             managed.joining.discard(lease)
             why = f"was not loaded within {seconds}; its load goes on"
-        lease.fail(_timed_out(f"The model {managed.name} {why}."))
+        lease.fail(load_late(f"The model {managed.name} {why}."))
         self._advance()
 
     def _note_change(self, managed: ManagedModel) -> None:
@@ -454,45 +481,4 @@ class ModelManager:
 def _require_retry(managed: ManagedModel) -> None:
     """Raise UNAVAILABLE while a model whose load has failed pauses."""
     if managed.state == pb.MODEL_STATE_FAILED and managed.retry_seconds > 0:
-        raise _load_failed(managed)
-
-
-def _load_failed(managed: ManagedModel) -> ServiceError:
-    seconds = managed.retry_seconds
-    return ServiceError(
-        grpc.StatusCode.UNAVAILABLE,
-        "LOAD_FAILED",
-        f"The model {managed.name} can't be loaded: {managed.error} "
-        f"A request after {math.ceil(seconds)} s tries again.",
-        retry_seconds=seconds,
-    )
-
-
-def _never_fits(managed: ManagedModel, room: Room) -> ServiceError:
-    needed = in_units(managed.memory_bytes or 0)
-    return ServiceError(
-        grpc.StatusCode.UNAVAILABLE,
-        "MODEL_TOO_LARGE",
-        f"The model {managed.name} takes {needed}, and all models together may take "
-        f"{in_units(room.memory_bytes)} (--memory). Raise that, or serve a smaller model.",
-        retry_seconds=_MOST_PAUSE,
-    )
-
-
-def _unloaded(name: str) -> ServiceError:
-    message = f"An operator has unloaded the model {name}; a new request loads it again."
-    return ServiceError(grpc.StatusCode.UNAVAILABLE, "MODEL_UNLOADED", message, retry_seconds=1)
-
-
-def _in_use(what: str) -> ServiceError:
-    message = f"{what} Wait for them, or set force to end them."
-    return ServiceError(grpc.StatusCode.ABORTED, "MODEL_IN_USE", message)
-
-
-def _timed_out(message: str) -> ServiceError:
-    return ServiceError(grpc.StatusCode.UNAVAILABLE, "LOAD_LATE", message, retry_seconds=5)
-
-
-def _queue_full() -> ServiceError:
-    message = f"{_MOST_WAITING} users already wait for models; try again."
-    return ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", message, retry_seconds=1)
+        raise load_failed(managed)

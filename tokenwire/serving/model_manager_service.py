@@ -66,6 +66,11 @@ class ModelManagerServicer(ModelManagerServiceServicer):
         self._rescan = rescan
         self._cache = cache
 
+    async def end_work(self) -> None:
+        """End loads and downloads, and refuse further ones. Loaded models stay usable."""
+        self._cache.pulls.close()
+        await self._manager.close()
+
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Any
     ) -> pb.ListModelsResponse:

@@ -5,12 +5,13 @@ import json
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import grpc
 
 from tokenwire.errors import ServiceError
+from tokenwire.serving.load_errors import stopping
 
 __all__ = ["ModelPulls", "PullProgress"]
 
@@ -33,12 +34,23 @@ class ModelPulls:
 
     def __init__(self) -> None:
         self._running = 0
+        self._processes: set[Process] = set()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End the downloads that run, and refuse further ones, because the server stops."""
+        self._is_closed = True
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                process.terminate()
 
     async def pull(self, name: str) -> AsyncGenerator[PullProgress, None]:
         """Download a model; yield the progress. Raises ServiceError.
 
         What an interrupted download has stays in the cache, and the next one goes on with it.
         """
+        if self._is_closed:
+            raise stopping()
         if self._running == _MOST_PULLS:
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -48,13 +60,27 @@ class ModelPulls:
             )
         self._running += 1
         try:
-            async with _command("pull", "--json", "--", name) as process:
-                assert process.stdout is not None
-                async for line in process.stdout:
+            async with (
+                _command("pull", "--json", "--", name) as process,
+                aclosing(self._output(process)) as lines,
+            ):
+                async for line in lines:
                     yield _progress(json.loads(line))
                 await _end(process, "PULL_FAILED")
         finally:
             self._running -= 1
+
+    async def _output(self, process: Process) -> AsyncGenerator[bytes, None]:
+        """Yield the lines of a download. Raises UNAVAILABLE if the server stops meanwhile."""
+        assert process.stdout is not None
+        self._processes.add(process)
+        try:
+            while not self._is_closed and (line := await process.stdout.readline()):
+                yield line
+        finally:
+            self._processes.discard(process)
+        if self._is_closed:
+            raise stopping()
 
     async def remove(self, name: str) -> None:
         """Remove a model's files from the hub's cache. Raises ServiceError."""

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     import grpc
 
     from tokenwire.serving.model_manager import ModelManager
+    from tokenwire.serving.model_manager_service import ModelManagerServicer
 
 __all__ = ["supervise"]
 
@@ -199,6 +200,7 @@ class _Stack:
         """Processes for the next model on demand"""
         self._catalog: ServedCatalog | None = None
         self._manager: ModelManager | None = None
+        self._manager_service: ModelManagerServicer | None = None
         self._manager_server: grpc.aio.Server | None = None
 
     async def run_model(self) -> None:
@@ -258,9 +260,9 @@ class _Stack:
         self._manager = ModelManager(self, room, options.load_timeout)
         self._manager.replace(on_demand_models(plan, options.keep_alive))
         cache = CachedModels(options.models or (), partial(self._rescan, at_once=True))
-        servicer = ModelManagerServicer(self._manager, self._rescan, cache)
+        self._manager_service = ModelManagerServicer(self._manager, self._rescan, cache)
         self._manager_server = await serve_manager(
-            servicer, options.manager_port, options.peer_token_file
+            self._manager_service, options.manager_port, options.peer_token_file
         )
 
     async def _load_first(self, manager: "ModelManager", name: str) -> None:
@@ -281,15 +283,15 @@ class _Stack:
         """Stop all processes in pipeline order. Return whether none had to be killed."""
         with contextlib.suppress(OSError, RuntimeError):
             unregister(os.getpid())
-        if self._manager is not None:
-            await self._manager.close()
-        if self._manager_server is not None:
-            await self._manager_server.stop(None)
+        if self._manager_service is not None:
+            await self._manager_service.end_work()
         for task in self._tasks:
             task.cancel()
         await self._spares.stop()
         processes = self._all_processes()
         clean = all([await self._stop(process) for process in processes])
+        if self._manager_server is not None:  # after the services that follow its states
+            await self._manager_server.stop(None)
         if self._listener is not None:
             self._listener.close()
         return clean

@@ -3,10 +3,10 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from urllib.parse import unquote, urlsplit
 
 __all__ = ["COMMIT", "Hub", "running_hub"]
@@ -26,6 +26,11 @@ class Hub:
         self.ranges: list[str] = []
         """Ranges of bytes that were asked for"""
         self.url = ""
+        self.may_send = Event()
+        """Answers of more than a megabyte wait until this is set"""
+        self.may_send.set()
+        self.waits = Event()
+        """Set once such an answer waits"""
 
 
 @contextmanager
@@ -108,7 +113,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content)
+            if len(content) > 2**20:
+                self.hub.waits.set()
+                self.hub.may_send.wait()
+            with suppress(ConnectionError):  # the client has given up
+                self.wfile.write(content)
 
 
 def _entry(file: Path, folder: Path) -> dict[str, object]:

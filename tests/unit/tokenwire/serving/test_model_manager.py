@@ -143,6 +143,40 @@ def test_users_go_on_when_the_one_who_waits_for_their_memory_leaves() -> None:
     _run(work)
 
 
+def test_a_stopping_server_loads_no_model_and_lets_running_requests_end() -> None:
+    """Their users get a reason at once, and the answers of a loaded model stay complete."""
+
+    async def work(memory: _Memory) -> None:
+        manager = _manager(memory, most_models=2)
+        used = await manager.use("a", 0)
+        await _until(used, "ready")
+        memory.may_start.clear()
+        joining = await manager.use("b", None)
+        queued = await manager.use("c", None)
+        await manager.close()
+        for lease in (joining, queued):
+            assert (await _until(lease, "failed")).failed.message.startswith("The server is stop")
+        another = await manager.use("a", 0)
+        await _until(another, "ready")
+        for refused in (manager.use("b", None), manager.load("c", None)):
+            with pytest.raises(ServiceError) as caught:
+                await refused
+            assert (caught.value.code, caught.value.reason) == (
+                grpc.StatusCode.UNAVAILABLE,
+                "STOPPING",
+            )
+        with pytest.raises(ServiceError, match="stopping"):
+            await manager.unload("a", force=True)
+        manager.release(used)
+        manager.release(another)
+        state = manager.state("a")
+        assert state is not None
+        assert state.state == pb.MODEL_STATE_LOADED, "its processes are ended by their owner"
+        assert memory.loaded == {"a"}
+
+    _run(work)
+
+
 def test_a_failed_load_is_told_to_all_and_not_tried_again_at_once() -> None:
     async def work(memory: _Memory) -> None:
         manager = _manager(memory)
