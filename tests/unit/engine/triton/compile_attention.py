@@ -1,36 +1,35 @@
-"""Compiles the attention kernels for GPUs that need not be there, as launches would.
+"""The attention kernels for GPUs that need not be there, compiled as launches would."""
 
-`python -m tests.unit.engine.triton.compile_attention 80 90` prints a line of JSON for each kernel.
-"""
-
-import json
-import re
-import subprocess
-import sys
-from pathlib import Path
-from tempfile import NamedTemporaryFile
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from services.engine.model.attention import cache_kernel
 from services.engine.model.attention.paged_kernels import (
     PagedRows,
     PagedShape,
     attend_pages,
     attend_shared,
 )
+from tests.unit.engine.triton.gpus import Compiled, compile_kernel, inspect
+
+__all__ = ["compile_all"]
 
 SHAPES = {
-    # heads, key heads, head dimension, soft cap, window, sinks, images that see ahead
-    "llama": (32, 8, 128, 0.0, 0, False, False),
-    "gpt-oss": (64, 8, 64, 0.0, 128, True, False),
-    "gemma2 and gemma3": (8, 4, 256, 50.0, 4096, False, True),
-    "gemma4": (16, 2, 512, 0.0, 0, False, True),
-    "gemma4, one key head": (32, 1, 512, 0.0, 0, False, False),
+    # heads, key heads, dimensions of keys and values, soft cap, window, sinks, images that see
+    # ahead, ALiBi
+    "llama": (32, 8, 128, 128, 0.0, 0, False, False, False),
+    "gpt-oss": (64, 8, 64, 64, 0.0, 128, True, False, False),
+    "gemma2 and gemma3": (8, 4, 256, 256, 50.0, 4096, False, True, False),
+    "gemma4": (16, 2, 512, 512, 0.0, 0, False, True, False),
+    "gemma4, one key head": (32, 1, 512, 512, 0.0, 0, False, False, False),
+    "bloom": (32, 32, 128, 128, 0.0, 0, False, False, True),
+    "deepseek": (16, 16, 192, 128, 0.0, 0, False, False, False),
 }
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 
 class _Driver:
@@ -49,59 +48,48 @@ class _Driver:
         return 0
 
 
-def main() -> None:
-    compiled: list[Any] = []
-    # A launch that only compiles.
-    triton.runtime.jit.KernelInterface.__getitem__ = lambda self, grid: (
-        lambda *args, **options: compiled.append(self.run(*args, grid=grid, warmup=True, **options))
-    )
-    for capability in map(int, sys.argv[1:]):
-        triton.runtime.driver.set_active(_Driver(capability))
-        for family, shape in SHAPES.items():
-            for rows, together in ((1, False), (300, False), (40, True)):
-                if together and shape[4]:
-                    continue  # windows share nothing
-                _attend(rows, *shape, together=together)
-                for kernel in compiled:
-                    used = _resources(kernel.asm["ptx"], capability)
-                    print(
-                        json.dumps(
-                            {
-                                "family": family,
-                                "capability": capability,
-                                "kernel": kernel.name,
-                                "rows": rows,
-                                "warps": kernel.metadata.num_warps,
-                                "stages": kernel.metadata.num_stages,
-                                "shared": kernel.metadata.shared,
-                                "is_pipelined": "cp.async" in kernel.asm["ptx"],
-                                **used,
-                            }
-                        )
-                    )
-                compiled.clear()
+def compile_all(capability: int) -> Iterator[Compiled]:
+    """Yield every attention kernel, and the one that writes to the cache."""
+    triton.runtime.driver.set_active(_Driver(capability))
+    for family, shape in SHAPES.items():
+        for rows, together in ((1, False), (300, False), (40, True)):
+            if together and shape[5]:
+                continue  # windows share nothing
+            for kernel in _launched(rows, *shape, together=together):
+                compiled = inspect(kernel, capability, f"{family}, {rows} rows")
+                compiled.check(pipelined=compiled.kernel != "_merge")
+                yield compiled
+    for dtype in ("bf16", "fp16", "fp32"):
+        types = dict.fromkeys(cache_kernel._write.arg_names, "i32") | {"slots": "*i64"}
+        types |= dict.fromkeys(("keys", "values", "key_cache", "value_cache"), f"*{dtype}")
+        compiled = compile_kernel(cache_kernel._write, capability, types, {"width": 1024})
+        compiled.check()
+        yield compiled
 
 
-def _attend(
+def _launched(
     rows: int,
     heads: int,
     kv_heads: int,
     head_dim: int,
+    value_dim: int,
     cap: float,
     window: int,
     has_sinks: bool,
     sees_ahead: bool,
+    has_slopes: bool,
     *,
     together: bool,
-) -> None:
-    """Attend for one sequence's last rows over tables for 16,384 tokens.
+) -> list[Any]:
+    """Return the kernels that attend for one sequence's last rows over tables for 16,384 tokens.
 
     together: for one row of each of `rows` sequences, whose contexts begin with the same pages.
     """
     dtype = torch.bfloat16
-    pages = torch.empty(2, 64, kv_heads, head_dim, dtype=dtype)
+    keys = torch.empty(2, 64, kv_heads, head_dim, dtype=dtype)
+    values = torch.empty(2, 64, kv_heads, value_dim, dtype=dtype)
     sequences = rows if together else 1
-    shape = PagedShape(heads, kv_heads, head_dim, head_dim, 64, head_dim**-0.5, cap, window)
+    shape = PagedShape(heads, kv_heads, head_dim, value_dim, 64, head_dim**-0.5, cap, window)
     batch = PagedRows(
         starts=torch.empty(sequences + 1, dtype=torch.int32),
         lengths=torch.empty(sequences, dtype=torch.int32),
@@ -111,29 +99,22 @@ def _attend(
     )
     operands = (
         torch.empty(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)[:, :heads],
-        pages,
-        pages,
+        keys,
+        values,
         torch.empty(heads) if has_sinks else None,
-        torch.empty(rows, heads * head_dim, dtype=dtype),
+        torch.empty(rows, heads * value_dim, dtype=dtype),
+        torch.empty(heads) if has_slopes else None,
     )
-    if together:
-        attend_shared(shape, batch, torch.empty(1, dtype=torch.int32), *operands)
-    else:
-        attend_pages(shape, batch, *operands)
+    compiled: list[Any] = []
 
+    def compile_only(kernel: Any, grid: object) -> Any:
+        return lambda *args, **options: compiled.append(
+            kernel.run(*args, grid=grid, warmup=True, **options)
+        )
 
-def _resources(ptx: str, capability: int) -> dict[str, int]:
-    """Return the registers of a thread, and the bytes that it spills."""
-    with NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        name = f"sm_{capability}" + ("a" if capability >= 90 else "")
-        command = [str(PTXAS), "-v", "--gpu-name", name, file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    found = re.search(r"(\d+) bytes spill stores.*Used (\d+) registers", said, re.DOTALL)
-    assert found is not None, said
-    return {"registers": int(found[2]), "spilled": int(found[1])}
-
-
-if __name__ == "__main__":
-    main()
+    with patch.object(triton.runtime.jit.KernelInterface, "__getitem__", compile_only):
+        if together:
+            attend_shared(shape, batch, torch.empty(1, dtype=torch.int32), *operands)
+        else:
+            attend_pages(shape, batch, *operands)
+    return compiled

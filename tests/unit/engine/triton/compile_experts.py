@@ -1,21 +1,22 @@
-"""Compiles the experts' kernels for GPUs that need not be there.
+"""The experts' kernels for GPUs that need not be there."""
 
-`python -m tests.unit.engine.triton.compile_experts 80 90` prints a line for each kernel.
-"""
-
-import sys
+from collections.abc import Iterator
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from services.engine.model.operators import expert_kernels
-from tests.unit.engine.triton.compile_attention import _resources
+from tests.unit.engine.triton.gpus import SHARED_MEMORY, Compiled, compile_kernel
 
-SHARED_MEMORY = 99 << 10
+__all__ = ["compile_all"]
+
 FP8_CAPABILITY = 89
-POINTERS = {"order", "block_experts", "block_count", "counts"}
+TYPES = {
+    "chosen": "*i64",
+    "scores": "*fp32",
+    "choices": "i32",
+    "factors": "*fp32",
+    **dict.fromkeys(("order", "block_experts", "block_count", "counts"), "*i32"),
+}
+ALIGNED = ("out", "rows", "weights", "scales", "biases", "products", "chosen")
 SORTING = {"experts": 128, "padded_experts": 128, "tile_rows": 16, "chunk": 1024}
 GATE = {
     "per_row": 4,
@@ -28,30 +29,30 @@ GATE = {
 DOWN = GATE | {"per_row": 1, "nonlinearity": None}
 
 
-def main() -> None:
-    for capability in map(int, sys.argv[1:]):
-        choosing = {"experts": 100, "padded_experts": 128, "per_row": 8, "normalized": True}
-        _compile(expert_kernels._choose, capability, "bf16", choosing, num_warps=1)
-        _compile(expert_kernels._count_choices, capability, "bf16", {"chunk": 1024})
-        _compile(expert_kernels._place_choices, capability, "bf16", SORTING)
-        summing = {"per_row": 4, "outputs": 2880, "tile": 1024}
-        _compile(expert_kernels._add_sums, capability, "bf16", summing)
-        for tile in expert_kernels.TILES:
-            _compile_product(capability, "bf16", GATE, tile)
-            if tile.rows in (16, 128):
-                _compile_product(capability, "bf16", GATE, tile, "mxfp4")
-                if capability >= FP8_CAPABILITY:
-                    _compile_product(capability, "bf16", GATE, tile, "fp8 groups")
-        first, *_, last = expert_kernels.TILES
-        _compile_product(capability, "bf16", DOWN, last)
-        if capability >= FP8_CAPABILITY:
-            _compile_product(capability, "bf16", DOWN, last, "fp8")
-        _compile_product(capability, "fp16", GATE | {"nonlinearity": "gelu"}, first)
+def compile_all(capability: int) -> Iterator[Compiled]:
+    """Yield the kernels that sort rows by expert, and every tile of the products."""
+    choosing = {"experts": 100, "padded_experts": 128, "per_row": 8, "normalized": True}
+    yield _compile(expert_kernels._choose, capability, "bf16", choosing, num_warps=1)
+    yield _compile(expert_kernels._count_choices, capability, "bf16", {"chunk": 1024})
+    yield _compile(expert_kernels._place_choices, capability, "bf16", SORTING)
+    summing = {"per_row": 4, "outputs": 2880, "tile": 1024}
+    yield _compile(expert_kernels._add_sums, capability, "bf16", summing)
+    first, *_, last = expert_kernels.TILES
+    for tile in expert_kernels.TILES:
+        yield _compile_product(capability, "bf16", GATE, tile)
+        if tile.rows in (16, 128):
+            yield _compile_product(capability, "bf16", GATE, tile, "mxfp4")
+            if capability >= FP8_CAPABILITY:
+                yield _compile_product(capability, "bf16", GATE, tile, "fp8 groups")
+    yield _compile_product(capability, "bf16", DOWN, last)
+    if capability >= FP8_CAPABILITY:
+        yield _compile_product(capability, "bf16", DOWN, last, "fp8")
+    yield _compile_product(capability, "fp16", GATE | {"nonlinearity": "gelu"}, first)
 
 
 def _compile_product(
     capability: int, dtype: str, constants: dict[str, Any], tile: Any, weights: str = "plain"
-) -> None:
+) -> Compiled:
     products = 1 if constants["nonlinearity"] is None else 2
     sizes = {
         "tile_rows": tile.rows,
@@ -63,7 +64,15 @@ def _compile_product(
     if weights == "plain":
         sizes["scales"] = None
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    _compile(expert_kernels._multiply, capability, dtype, constants | sizes, weights, **options)
+    compiled = _compile(
+        expert_kernels._multiply, capability, dtype, constants | sizes, weights, **options
+    )
+    compiled.check(pipelined=True)
+    # The tiles are those of all GPUs, so each must fit the one with the least shared memory.
+    assert compiled.shared <= min(SHARED_MEMORY.values()), compiled
+    # MXFP4's 0.5 is decoded from a subnormal number, which such a product would take for 0.
+    assert weights != "mxfp4" or "mul.ftz" not in compiled.ptx, compiled
+    return compiled
 
 
 def _compile(
@@ -73,38 +82,12 @@ def _compile(
     constants: dict[str, Any],
     weights: str = "plain",
     **options: int,
-) -> None:
-    types = {
-        "chosen": "*i64",
-        "scores": "*fp32",
-        "choices": "i32",
-        "factors": "*fp32",
-        **dict.fromkeys(POINTERS, "*i32"),
-        **dict.fromkeys(("out", "rows", "weights", "biases", "products"), f"*{dtype}"),
-    }
+) -> Compiled:
+    types = TYPES | dict.fromkeys(("out", "rows", "weights", "biases", "products"), f"*{dtype}")
     if weights == "mxfp4":
         types |= {"weights": "*u8", "scales": "*u8"}
     elif weights != "plain":
         types |= {"weights": "*fp8e4nv", "scales": "*fp32"}
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = {
-        (names.index(name),): [["tt.divisibility", 16]]
-        for name in ("out", "rows", "weights", "scales", "biases", "products", "chosen")
-        if name in names
-    }
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options=options)
-    used = _resources(compiled.asm["ptx"], capability)
-    is_pipelined = "cp.async" in compiled.asm["ptx"]
-    print(kernel.__name__, capability, dtype, weights, compiled.metadata.shared, used, is_pipelined)
-    assert compiled.metadata.shared <= SHARED_MEMORY, constants
-    assert used["spilled"] <= 128, constants
-    # MXFP4's 0.5 is decoded from a subnormal number, which such a product would take for 0.
-    assert weights != "mxfp4" or "mul.ftz" not in compiled.asm["ptx"], constants
-    assert is_pipelined or kernel is not expert_kernels._multiply, constants
-
-
-if __name__ == "__main__":
-    main()
+    compiled = compile_kernel(kernel, capability, types, constants, ALIGNED, **options)
+    compiled.check()
+    return compiled

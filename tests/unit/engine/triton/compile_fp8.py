@@ -1,19 +1,13 @@
-"""Compiles the kernels of FP8 products for GPUs that need not be there.
+"""The kernels of FP8 products for GPUs that need not be there."""
 
-`python -m tests.unit.engine.triton.compile_fp8 89 90` prints a line for each kernel.
-"""
-
-import sys
-from typing import Any
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from collections.abc import Iterator
 
 from services.engine.model.operators import fp8_kernels
-from tests.unit.engine.triton.compile_attention import _resources
+from tests.unit.engine.triton.gpus import Compiled, compile_kernel
 
-SHARED_MEMORY = 99 << 10
+__all__ = ["compile_all"]
+
+LEAST_CAPABILITY = 89
 TYPES = {
     "out": "*bf16",
     "bias": "*bf16",
@@ -22,49 +16,47 @@ TYPES = {
     "scales": "*fp32",
     "row_scales": "*fp32",
     "count": "i32",
+    "rows": "*bf16",
+    "row": "*bf16",
 }
+POINTERS = tuple(name for name, each in TYPES.items() if each.startswith("*"))
+ROUNDING = {"width": 4096, "largest": 448.0}
 ROW = {"inputs": 4096, "outputs": 6144, "groups": 32, "adds": True}
 SHAPE = {"inputs": 4096, "outputs": 6144, "groups": 32, "group": 128, "adds": True}
+FP8_PRODUCTS = ("e4m3", "kind::f8f6f4")
+"""Parts of the names of the instructions that multiply FP8; the second is that of B200"""
 
 
-def main() -> None:
-    for capability in map(int, sys.argv[1:]):
-        rounding = {"width": 4096, "largest": 448.0}
-        _compile(fp8_kernels._round_rows, capability, rounding | {"tile": 1024})
-        groups = {"groups": 32, "group": 128, "tile": 8}
-        _compile(fp8_kernels._round_groups, capability, rounding | groups)
-        for tiles in (
-            {"groups": 1, "tile_groups": 1, "tile_inputs": 1024},
-            {"tile_groups": 8, "tile_inputs": 128},
-        ):
-            sizes = {"tile_outputs": fp8_kernels._ROW_OUTPUTS}
-            _compile(fp8_kernels._multiply_row, capability, ROW | sizes | tiles)
-        for tile in dict.fromkeys(fp8_kernels._TILES + fp8_kernels._NARROW_TILES):
-            sizes = {"tile_rows": tile.rows, "tile_outputs": tile.outputs}
-            options = {"num_warps": tile.warps, "num_stages": tile.stages}
-            _compile(fp8_kernels._multiply_groups, capability, SHAPE | sizes, **options)
-
-
-def _compile(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> None:
-    names = kernel.arg_names
-    is_product = kernel is fp8_kernels._multiply_groups
-    types = TYPES | {"rows": "*fp8e4nv" if is_product else "*bf16", "row": "*bf16"}
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(names)
-        if signature[name].startswith("*")
-    }
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = compiled.asm["ptx"]
-    used = _resources(ptx, capability)
-    print(kernel.__name__, capability, constants, compiled.metadata.shared, used)
-    assert compiled.metadata.shared <= SHARED_MEMORY, constants
-    assert used["spilled"] <= 128, constants
-    assert "e4m3" in ptx or not is_product, "the product is not of FP8"
-    assert "cp.async" in ptx or not is_product, constants
-
-
-if __name__ == "__main__":
-    main()
+def compile_all(capability: int) -> Iterator[Compiled]:
+    """Yield every kernel of FP8; none for GPUs that do not multiply it."""
+    if capability < LEAST_CAPABILITY:
+        return
+    groups = {"groups": 32, "group": 128, "tile": 8}
+    rounding = (
+        (fp8_kernels._round_rows, ROUNDING | {"tile": 1024}),
+        (fp8_kernels._round_groups, ROUNDING | groups),
+        *(
+            (fp8_kernels._multiply_row, ROW | {"tile_outputs": fp8_kernels._ROW_OUTPUTS} | tiles)
+            for tiles in (
+                {"groups": 1, "tile_groups": 1, "tile_inputs": 1024},
+                {"tile_groups": 8, "tile_inputs": 128},
+            )
+        ),
+    )
+    for kernel, constants in rounding:
+        compiled = compile_kernel(kernel, capability, TYPES, constants, POINTERS)
+        compiled.check()
+        yield compiled
+    for tile in dict.fromkeys(fp8_kernels._TILES + fp8_kernels._NARROW_TILES):
+        compiled = compile_kernel(
+            fp8_kernels._multiply_groups,
+            capability,
+            TYPES | {"rows": "*fp8e4nv"},
+            SHAPE | {"tile_rows": tile.rows, "tile_outputs": tile.outputs},
+            POINTERS,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        compiled.check(pipelined=True)
+        assert any(name in compiled.ptx for name in FP8_PRODUCTS), "the product is not of FP8"
+        yield compiled

@@ -1,8 +1,6 @@
 """FP8 on a GPU: kernels in Triton's interpreter, torch's FP8 product on the CPU."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -245,11 +243,3 @@ def test_machine_that_lacks_fp8_refuses_it_but_reads_checkpoints(tmp_path: Path)
     make_checkpoint(tmp_path, CONFIGS["llama"])
     with pytest.raises(StartupError, match=r"^--weights fp8 needs a GPU .* without it\.$"):
         loader.load_model(tmp_path, torch.bfloat16, weights="fp8")
-
-
-def test_kernels_compile_for_gpus() -> None:
-    """For an L4 and an H100: within their shared memory, with FP8 instructions."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.unit.engine.triton.compile_fp8", "89", "90"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr

@@ -1,0 +1,50 @@
+"""The kernels compile for every kind of GPU, on a machine without one."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.unit.engine.triton.gpus import SHARED_MEMORY
+
+ROOT = Path(__file__).parents[4]
+FP8 = {"_round_rows", "_round_groups", "_multiply_groups", "_multiply_row"}
+
+
+def launched_kernels() -> Iterator[str]:
+    """Yield the names of the kernels that some module of the engine launches."""
+    for path in (ROOT / "services" / "engine").rglob("*.py"):
+        text = path.read_text()
+        if "@triton.jit" not in text:
+            continue
+        tree = ast.parse(text)
+        kernels = {
+            each.name
+            for each in tree.body
+            if isinstance(each, ast.FunctionDef)
+            and any("triton.jit" in ast.unparse(decorator) for decorator in each.decorator_list)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                name = ast.unparse(node.func.value)
+                if name in kernels:
+                    yield name
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_every_kernel_fits_the_gpu(capability: int) -> None:
+    """A kernel that does not compile, or exceeds the shared memory, ends the engine at start."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.unit.engine.triton.compile_all", str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+    compiled = {line.split()[0] for line in done.stdout.splitlines()}
+    expected = set(launched_kernels())
+    assert compiled == (expected if capability >= 89 else expected - FP8)
