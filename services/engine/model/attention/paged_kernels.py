@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.engine.model.attention.multiprocessors import count_multiprocessors
 from services.engine.model.attention.paged_tiles import (
     MAX_SPLITS,
     MIN_SPAN,
@@ -98,7 +99,15 @@ def attend_pages(
     tokens = batch.most_tokens or batch.tables.shape[1] * shape.page
     if shape.window:
         tokens = min(tokens, shape.window + tile.queries)
-    splits = count_splits(programs, rows, shape.heads, shape.value_dim, tokens, evens=is_decode)
+    splits = count_splits(
+        programs,
+        rows,
+        shape.heads,
+        shape.value_dim,
+        tokens,
+        multiprocessors=count_multiprocessors(queries.device),
+        evens=is_decode,
+    )
     operands = _Operands(shape, batch, queries, keys, values, slopes)
     if splits == 1:
         operands.attend(tile, tiles, 1, sinks, out)
@@ -137,6 +146,7 @@ def attend_shared(
             shape.heads,
             shape.value_dim,
             tokens,
+            multiprocessors=count_multiprocessors(queries.device),
             evens=False,
         )
         for count, tile in ((tiles, together), (rows, alone))

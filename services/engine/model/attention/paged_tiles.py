@@ -18,8 +18,8 @@ MIN_SPAN = 128
 """Least keys of a part: a shorter one costs more to merge than it saves"""
 _MAX_SPAN = 2048
 """Most keys of a part of the longest context, so that short contexts don't wait for it"""
-_PROGRAMS = 2 * 132
-"""Number of programs that fill a GPU: two on each of an H100's multiprocessors"""
+_PROGRAMS = 2
+"""Number of programs that fill a multiprocessor"""
 _SCRATCH = 64 << 20
 """Bytes of the float32 parts that one call may allocate"""
 _DECODE_ROWS = 64
@@ -73,15 +73,24 @@ def prefill_tile(group: int, head_dim: int) -> Tile:
 
 
 def count_splits(
-    tiles: int, rows: int, heads: int, head_dim: int, tokens: int, *, evens: bool = True
+    tiles: int,
+    rows: int,
+    heads: int,
+    head_dim: int,
+    tokens: int,
+    *,
+    multiprocessors: int,
+    evens: bool = True,
 ) -> int:
     """Return the number of parts that each context is divided into, a power of two.
 
     tiles: number of programs without a division; rows × heads × head_dim: shape of the output;
-    tokens: length of the longest context; evens: divide long contexts even if that many programs
-    fill the GPU. The result depends on shapes alone, so that a captured graph holds it.
+    tokens: length of the longest context; multiprocessors: number of the GPU's; evens: divide long
+    contexts even if that many programs fill the GPU. The result depends on shapes and the GPU
+    alone, so that a captured graph holds it.
     """
-    wanted = max(-(-_PROGRAMS // tiles), -(-tokens // _MAX_SPAN) if evens else 1)
+    programs = _PROGRAMS * multiprocessors
+    wanted = max(-(-programs // tiles), -(-tokens // _MAX_SPAN) if evens else 1)
     part_bytes = 4 * rows * heads * head_dim
     most = min(MAX_SPLITS, tokens // MIN_SPAN, _SCRATCH // part_bytes)
     return 1 << (max(1, min(wanted, most)).bit_length() - 1)

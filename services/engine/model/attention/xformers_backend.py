@@ -14,6 +14,7 @@ from services.engine.batch.buckets import row_bucket
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionStep
+from services.engine.model.attention.multiprocessors import count_multiprocessors
 from services.engine.model.attention.paged_backend import PagedAttention, tokens_of
 from services.engine.model.attention.paged_tiles import count_splits
 
@@ -90,6 +91,7 @@ class XformersAttention(PagedAttention):
             spec.num_heads,
             spec.head_dim,
             step.batch.block_tables.shape[1] * cache.block_size,
+            multiprocessors=count_multiprocessors(queries.device),
         )
         # The operator itself: the function in front of it demands xformers' C++ extensions.
         attended, _ = _SplitK.get_operator(splits).apply(
