@@ -1,6 +1,7 @@
 """The kernels of FP8 products for GPUs that need not be there."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from services.engine.model.operators import fp8_kernels
 from tests.unit.engine.triton.gpus import Compiled, compile_kernel
@@ -32,7 +33,7 @@ def compile_all(capability: int) -> Iterator[Compiled]:
     if capability < LEAST_CAPABILITY:
         return
     groups = {"groups": 32, "group": 128, "tile": 8}
-    rounding = (
+    kernels: list[tuple[Any, dict[str, Any]]] = [
         (fp8_kernels._round_rows, ROUNDING | {"tile": 1024}),
         (fp8_kernels._round_groups, ROUNDING | groups),
         *(
@@ -42,8 +43,8 @@ def compile_all(capability: int) -> Iterator[Compiled]:
                 {"tile_groups": 8, "tile_inputs": 128},
             )
         ),
-    )
-    for kernel, constants in rounding:
+    ]
+    for kernel, constants in kernels:
         compiled = compile_kernel(kernel, capability, TYPES, constants, POINTERS)
         compiled.check()
         yield compiled
