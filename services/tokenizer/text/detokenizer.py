@@ -5,8 +5,8 @@ checkpoint's decoder, and at most three pending bytes.
 """
 
 import codecs
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -52,6 +52,13 @@ class TokenTable:
     """Error handler of the codecs registry for bytes that are not UTF-8"""
     hidden: Mapping[int, str]
     """Texts of the special tokens that the decoded stream leaves out"""
+
+    def without(self, hidden: Mapping[int, str]) -> "TokenTable":
+        """Return the table in which these special tokens, texts by id, add nothing."""
+        pieces, texts = list(self.pieces), list(self.texts)
+        for token in hidden:
+            pieces[token], texts[token] = b"", ""
+        return replace(self, pieces=pieces, texts=texts, hidden=hidden)
 
 
 class Detokenizer:
@@ -143,26 +150,20 @@ class Detokenizer:
 
 
 def token_table(
-    vocabulary: Mapping[str, int], decoder: Mapping[str, Any] | None, size: int, skip: Iterable[int]
+    vocabulary: Mapping[str, int], decoder: Mapping[str, Any] | None, size: int
 ) -> TokenTable:
     """Return the table of a tokenizer.json with this "decoder" object.
 
-    skip: ids of special tokens, which add nothing. Ids below `size` without a token add nothing
-    either. Raises UnsupportedDecoderError.
+    Ids below `size` without a token add nothing. Raises UnsupportedDecoderError.
     """
     steps = _flatten(decoder)
     names = [str(step["type"]) for step in steps]
-    skipped = frozenset(skip)
     pieces = [b""] * size
-    hidden: dict[int, str] = {}
     for token, index in vocabulary.items():
-        if index in skipped:
-            hidden[index] = token
-        else:
-            pieces[index] = _piece(token, steps)
+        pieces[index] = _piece(token, steps)
     errors = _PER_BYTE if "ByteFallback" in names else "replace"
     texts = [_whole(piece) for piece in pieces]
-    return TokenTable(pieces, texts, _leading_space(steps), errors, hidden)
+    return TokenTable(pieces, texts, _leading_space(steps), errors, {})
 
 
 def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:

@@ -28,6 +28,7 @@ from services.tokenizer.text.detokenizer import (
     token_table,
 )
 from services.tokenizer.text.infill import infill_control_tokens
+from services.tokenizer.text.plain_tokenizer import plain_tokenizer
 
 __all__ = ["FramedText", "TextEncoding", "Vocabulary"]
 
@@ -44,7 +45,6 @@ _SPECIAL_ROLES = (
     "mask_token",
 )
 _IMAGE_PLACEHOLDERS = {"<image_soft_token>"}  # Gemma 3's text-only models have it, too
-_NEVER = -1e9  # Unigram score of a token that no segmentation contains
 _LINE = re.compile(r"\n(?=[^\W\d_])")
 _MARGIN = 16_384  # characters
 _CHUNK = 65_536  # characters
@@ -162,7 +162,7 @@ class Vocabulary:
             self.chat_templates = {**self.chat_templates, DEFAULT_TEMPLATE: text}
         self.control_tokens = self._control_tokens(added.values(), answer_marks)
         """Texts of tokens that control the model, instead of spelling text"""
-        self._plain = _without_control_tokens(definition, self.control_tokens)
+        self._plain = plain_tokenizer(self._tokenizer, definition, self.control_tokens)
         self._adds_space = self.encode_plain("a") != self._after_marker("a")
         normalizer = self._tokenizer.normalizer
         self.bytes_per_token = bytes_per_token(
@@ -172,10 +172,10 @@ class Vocabulary:
 
         self._decoder = definition.get("decoder")
         try:
-            self.table = token_table(self.ids, self._decoder, self.size, self.special_tokens)
-            self.full_table = token_table(self.ids, self._decoder, self.size, ())
+            self.full_table = token_table(self.ids, self._decoder, self.size)
         except UnsupportedDecoderError as error:
             raise StartupError(f"{path} is not supported: {error}.") from None
+        self.table = self.full_table.without(self.special_tokens)
         self._search = _PieceSearch(self.table.pieces[: self.model_vocabulary_size or None])
 
         self.tokenizer_class = str(config.get("tokenizer_class") or _FAST_CLASS)
@@ -310,10 +310,10 @@ class Vocabulary:
 
     def table_with(self, kept: Collection[str]) -> TokenTable:
         """Return `table` with the texts of these special tokens."""
-        skipped = [token for token, text in self.special_tokens.items() if text not in kept]
-        if len(skipped) == len(self.special_tokens):
+        hidden = {token: text for token, text in self.special_tokens.items() if text not in kept}
+        if len(hidden) == len(self.special_tokens):
             return self.table
-        return token_table(self.ids, self._decoder, self.size, skipped)
+        return self.full_table.without(hidden)
 
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, flush: bool = True
@@ -453,39 +453,3 @@ def _text_setting(config: Mapping[str, Any], key: str) -> int:
     section = config.get("text_config")
     value = config.get(key) or (section.get(key) if isinstance(section, Mapping) else None)
     return int(value or 0)
-
-
-def _without_control_tokens(definition: Mapping[str, Any], control: frozenset[str]) -> Tokenizer:
-    """Return a tokenizer with the same ids that never produces a control token from text."""
-    added = [
-        token for token in definition.get("added_tokens", ()) if token["content"] not in control
-    ]
-    # an added token that the model does not know gets the next free id, whatever the file says
-    ids = {token["content"]: token["id"] for token in added}
-    model = dict(definition["model"])
-    vocabulary = model.get("vocab")
-    if isinstance(vocabulary, dict):
-        merged = {_merged(merge) for merge in model.get("merges", ())}
-        model["vocab"] = {
-            token: index
-            for token, index in vocabulary.items()
-            if token not in control or token in merged or token == model.get("unk_token")
-        } | ids
-    elif vocabulary is not None:  # Unigram: pairs by id
-        names = {index: token for token, index in ids.items() if index >= len(vocabulary)}
-        model["vocab"] = [
-            [token, _NEVER if token in control else score] for token, score in vocabulary
-        ] + [
-            [names.get(index, f"<no token {index}>"), _NEVER]
-            for index in range(len(vocabulary), max(names, default=0) + 1)
-        ]
-    plain = {**definition, "model": model, "added_tokens": added, "post_processor": None}
-    tokenizer = Tokenizer.from_str(json.dumps(plain))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
-
-
-def _merged(merge: str | Sequence[str]) -> str:
-    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-    return left + right

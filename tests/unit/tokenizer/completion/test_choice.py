@@ -24,15 +24,8 @@ from tokenwire.pb.types.v1 import types_pb2
 _TOKENIZER = byte_level()
 _IDS_OF = _TOKENIZER.get_vocab()
 _EOS = _IDS_OF["</s>"]
-_TABLE: TokenTable = token_table(
-    _IDS_OF,
-    {"type": "ByteLevel"},
-    _TOKENIZER.get_vocab_size(),
-    [_IDS_OF["<s>"], _EOS],
-)
-_FULL_TABLE: TokenTable = token_table(
-    _IDS_OF, {"type": "ByteLevel"}, _TOKENIZER.get_vocab_size(), ()
-)
+_FULL_TABLE: TokenTable = token_table(_IDS_OF, {"type": "ByteLevel"}, _TOKENIZER.get_vocab_size())
+_TABLE: TokenTable = _FULL_TABLE.without({_IDS_OF["<s>"]: "<s>", _EOS: "</s>"})
 # words, the bytes of 😀, a newline, a special token that adds nothing, and the end
 _IDS = [
     _IDS_OF[token]

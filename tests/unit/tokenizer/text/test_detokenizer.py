@@ -19,8 +19,10 @@ _LEVEL_IDS, _FALLBACK_IDS = _LEVEL.get_vocab(), _FALLBACK.get_vocab()
 
 
 def _table_of(tokenizer: Tokenizer, decoder: dict[str, object]) -> TokenTable:
-    specials = [i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special]
-    return token_table(tokenizer.get_vocab(), decoder, tokenizer.get_vocab_size() + 2, specials)
+    added = tokenizer.get_added_tokens_decoder().items()
+    specials = {index: token.content for index, token in added if token.special}
+    size = tokenizer.get_vocab_size() + 2
+    return token_table(tokenizer.get_vocab(), decoder, size).without(specials)
 
 
 _LEVEL_TABLE = _table_of(_LEVEL, {"type": "ByteLevel"})
@@ -175,7 +177,7 @@ def test_ids_without_a_token_add_nothing() -> None:
 
 def test_error_names_an_unknown_decoder() -> None:
     with pytest.raises(UnsupportedDecoderError, match="CTC"):
-        token_table({"a": 0}, {"type": "CTC"}, 1, ())
+        token_table({"a": 0}, {"type": "CTC"}, 1)
 
 
 @pytest.mark.parametrize("cleanup", [True, False])
@@ -184,7 +186,7 @@ def test_word_pieces_decode_as_in_tokenizers(cleanup: bool) -> None:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     decoder = decoders.WordPiece(cleanup=cleanup)
     definition = {"type": "WordPiece", "prefix": "##", "cleanup": cleanup}
-    table = token_table(vocabulary, definition, len(tokens), ())
+    table = token_table(vocabulary, definition, len(tokens))
     for ids in ([0, 3, 4, 5, 6], [4, 8, 9, 7], [10, 0, 3, 11, 5, 7], [3, 1, 2]):
         detokenizer = Detokenizer(table)
         mine = "".join(map(detokenizer.feed, ids)) + detokenizer.flush()
