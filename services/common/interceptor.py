@@ -35,6 +35,7 @@ _LOG = logging.getLogger("rpc")
 _PROBES = frozenset(
     {
         "/tokenwire.completion.v1.CompletionService/GetStatus",
+        "/tokenwire.completion.v1.CompletionService/ListModels",
         "/tokenwire.engine.v1.EngineControlService/GetLoad",
         "/tokenwire.jobs.v1.UsageService/RecordUsage",
     }
@@ -171,7 +172,8 @@ async def _all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _unary(inner: Any, method: str, caller: Identity) -> Any:
-    is_poll = method.rpartition("/")[2].startswith("Get")  # spans of polls would hide the others
+    # spans of polls would hide the others
+    is_poll = method.rpartition("/")[2].startswith("Get") or method in _PROBES
 
     async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         async with _Rpc(method, context, caller, is_traced=not is_poll):
