@@ -1,7 +1,8 @@
-"""Ollama's API of a shim of its own: vectors, keys, catalogs, and without --ollama."""
+"""Ollama's API of a shim of its own: vectors, keys, catalogs, no template, without --ollama."""
 
 import json
 import math
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -119,6 +120,34 @@ async def test_models_of_a_catalog_have_their_names(stack: Stack, tmp_path: Path
             assert answer.model == name
         with pytest.raises(ResponseError, match="model 'm:other' not found"):
             await client.chat("m:other", messages=[HELLO])
+
+
+async def test_question_to_a_model_without_template_is_its_prompt(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """Base models complete in Ollama; a client of it knows no other endpoint."""
+    model = tmp_path / "base"
+    shutil.copytree(embedded_model, model, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    async with (
+        running_text_stack(model) as text,
+        running_shim("--tokenizer", text.tokenizer, "--ollama") as shim,
+    ):
+        client, options = AsyncClient(host=shim.url), {"temperature": 0, "num_predict": 4}
+        name = await name_of(client)
+        raw = await client.generate(name, "def add(a, b):", raw=True, options=options)
+        asked = await client.generate(name, "def add(a, b):", options=options)
+        assert raw.response
+        assert (asked.response, asked.context) == (raw.response, None)
+        stream = await client.generate(name, "def add(a, b):", options=options, stream=True)
+        assert "".join([part.response async for part in stream]) == raw.response
+        for refused in ({"system": "Be brief."}, {"context": [1]}):
+            with pytest.raises(ResponseError, match="no chat template"):
+                await client.generate(name, "Hello!", options=options, **refused)
+        with pytest.raises(ResponseError, match="no chat template"):
+            await client.chat(name, messages=[HELLO], options=options)
 
 
 async def test_without_the_flag_there_is_no_such_api(stack: Stack) -> None:

@@ -70,7 +70,8 @@ class OllamaGeneration(GenerationEndpoint):
         """Check what a request asks of its model, and let a prompt's answer fill the context."""
         request = reading.request
         is_infill = request.HasField("prompts") and request.prompts.HasField("suffix")
-        if not (is_infill or reading.must_reason or reading.takes_all_room):
+        is_question = reading.bare_question is not None
+        if not (is_infill or is_question or reading.must_reason or reading.takes_all_room):
             return
         model = await self._described(reading, exchange)
         if model is None:
@@ -79,6 +80,8 @@ class OllamaGeneration(GenerationEndpoint):
             raise invalid("", f'"{reading.named}" does not support insert')
         if reading.must_reason and not model.reasoning:
             raise invalid("", f'"{reading.named}" does not support thinking')
+        if is_question and not model.chat:
+            reading.ask_without_template()
         if reading.takes_all_room:
             request.stopping.max_tokens = model.max_output_length
 

@@ -91,6 +91,8 @@ class OllamaReading(Reading):
         """Ids before the prompt of the conversation"""
         self.takes_all_room = False
         """The answer to a prompt may fill the context"""
+        self.bare_question: str | None = None
+        """Prompt of a conversation that has nothing else; None = another request"""
         self.priority, self.timeout = body.priority, body.timeout
         self.request.model = body.model
         self.request.user = body.user or ""
@@ -99,6 +101,21 @@ class OllamaReading(Reading):
     def unloads(self) -> bool:
         """True if the request asks for nothing but to unload the model."""
         return not self.has_input and self.keep_alive == 0
+
+    def ask_without_template(self) -> None:
+        """Send the bare question as a prompt, which no template renders."""
+        assert self.bare_question is not None
+        assert isinstance(self.writer, OllamaWriter)
+        self.writer.omit_context()
+        self.add_prompt(self.bare_question)
+
+    def add_prompt(self, text: str) -> None:
+        """Make the request one for a prompt that no template renders."""
+        request = self.request
+        request.prompts.items.add(text=text)
+        request.truncate_prompt = request.drop_oldest_messages
+        request.drop_oldest_messages = False
+        self.takes_all_room = not request.stopping.HasField("max_tokens")
 
 
 def read_ollama_chat(fields: JsonObject) -> OllamaReading:
@@ -145,16 +162,13 @@ def read_ollama_generation(fields: JsonObject) -> OllamaReading:
 
 def _read_prompt(reading: OllamaReading, body: OllamaGenerateBody) -> None:
     """Read a prompt that no template renders."""
+    reading.add_prompt(body.prompt or "")
     request = reading.request
-    request.prompts.items.add(text=body.prompt or "")
     if body.suffix:
         request.prompts.suffix = body.suffix
     for index, image in enumerate(body.images or ()):
         reading.images.add(_data_url(image), f"images[{index}]")
         request.prompts.images.append(b"")
-    request.truncate_prompt = request.drop_oldest_messages
-    request.drop_oldest_messages = False
-    reading.takes_all_room = not request.stopping.HasField("max_tokens")
 
 
 def _read_question(reading: OllamaReading, body: OllamaGenerateBody) -> None:
@@ -170,6 +184,8 @@ def _read_question(reading: OllamaReading, body: OllamaGenerateBody) -> None:
     _add_images(user, body.images, "images")
     user.add_text(body.prompt or "", "prompt")
     _read_think(reading, body)
+    if not (body.system or body.context or body.images or body.think):
+        reading.bare_question = body.prompt
 
 
 def _read_generation(

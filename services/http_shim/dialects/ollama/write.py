@@ -131,6 +131,10 @@ class OllamaWriter(Writer):
         """True if the answer has the ids of the prompt and of itself."""
         return self._form.returns_context
 
+    def omit_context(self) -> None:
+        """Leave out the ids: they continue conversations alone, and this is none."""
+        self._form.returns_context = False
+
     def line(self, text: str = "", thinking: str = "") -> OllamaAnswer:
         """Return a line of the stream."""
         return self._form.line(self._model, text, thinking)
