@@ -67,18 +67,25 @@ def models_in_cache() -> tuple[DiskModel, ...]:
 
 
 def models_in_folder(folder: Path) -> tuple[DiskModel, ...]:
-    """Return the checkpoints and GGUF files below a folder, by path."""
+    """Return the checkpoints and GGUF files below a folder, by path; links are followed."""
     found = []
     for here, names in _folders(folder):
         if "config.json" in names and any(name.endswith(".safetensors") for name in names):
             found.append(_directory(str(here), here))
-        found += [_gguf(str(here / file), here / file) for file in _gguf_models(names)]
+        files = [here / name for name in _gguf_models(names)]
+        found += [_gguf(str(file), file) for file in files if file.exists()]
     return tuple(found)
 
 
 def _folders(top: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield folders with the names of their files, down to a depth."""
-    for here, below, names in islice(os.walk(top), _MOST_FOLDERS):
+    """Yield folders with the names of their files, down to a depth, and each folder once."""
+    seen: set[str] = set()
+    for here, below, names in islice(os.walk(top, followlinks=True), _MOST_FOLDERS):
+        real = os.path.realpath(here)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
         depth = len(Path(here).relative_to(top).parts)
         hidden = {name for name in below if name.startswith(".")}
         below[:] = [] if depth >= _DEPTH else sorted(set(below) - hidden)

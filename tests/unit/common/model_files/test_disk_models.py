@@ -74,6 +74,19 @@ def test_folder_lists_directories_and_files_below_it(tmp_path: Path) -> None:
     assert sorted(model.path for model in found) == [models / "one", models / "two-Q4_0.gguf"]
 
 
+def test_folder_follows_links_and_lists_each_model_once(tmp_path: Path) -> None:
+    """People keep one copy of their models and link to it from the folders of several programs."""
+    elsewhere, models = tmp_path / "elsewhere", tmp_path / "models"
+    (elsewhere / "one").mkdir(parents=True)
+    (elsewhere / "one" / "config.json").write_bytes(CONFIG)
+    (elsewhere / "one" / "model.safetensors").write_bytes(b"w")
+    models.mkdir()
+    (models / "linked").symlink_to(elsewhere / "one")
+    (models / "loop").symlink_to(models)
+    (models / "gone-Q4_0.gguf").symlink_to(elsewhere / "gone-Q4_0.gguf")
+    assert [model.path for model in models_in_folder(models)] == [models / "linked"]
+
+
 def test_file_with_brackets_in_its_name_is_complete(tmp_path: Path) -> None:
     gguf = gguf_bytes(tmp_path, 512)
     folder = tmp_path / "models"
