@@ -142,7 +142,7 @@ async def test_question_to_a_model_without_template_is_its_prompt(
         assert raw.response
         assert (asked.response, asked.context) == (raw.response, None)
         stream = await client.generate(name, "def add(a, b):", options=options, stream=True)
-        assert "".join([part.response async for part in stream]) == raw.response
+        assert "".join([part.response or "" async for part in stream]) == raw.response
         for refused in ({"system": "Be brief."}, {"context": [1]}):
             with pytest.raises(ResponseError, match="no chat template"):
                 await client.generate(name, "Hello!", options=options, **refused)

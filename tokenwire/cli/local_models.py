@@ -183,6 +183,12 @@ def _facts_as_json(name: str, path: Path, licence: str, facts: "ModelFacts") -> 
         "generates": facts.generates,
         "parameters": facts.parameters,
         "context": facts.context,
+        "layers": facts.files.layers or None,
+        "width": facts.files.width or None,
+        "vocabulary": facts.vocabulary,
+        "bytes": facts.files.num_bytes,
+        "quantisation": facts.files.quantization or None,
+        "bytes_by_type": dict(facts.bytes_by_type),
         "licence": licence or None,
         "chat_template": chat.has_template,
         "tools": {"shown_by_template": chat.shows_tools, "format": chat.tool_format or None},
@@ -194,13 +200,16 @@ def _facts_as_json(name: str, path: Path, licence: str, facts: "ModelFacts") -> 
 
 
 def _print_facts(name: str, path: Path, licence: str, facts: "ModelFacts") -> None:
-    chat, used = facts.chat, used_at(path)
+    chat, files, used = facts.chat, facts.files, used_at(path)
     rows = [
         ("name", name),
         ("path", str(path)),
         ("architecture", facts.architecture),
         ("parameters", "unknown" if facts.parameters is None else _count(facts.parameters)),
         ("context", "unknown" if facts.context is None else f"{facts.context:,} tokens"),
+        ("layers", f"{files.layers or 'unknown'}, width {files.width or 'unknown'}"),
+        ("vocabulary", "unknown" if facts.vocabulary is None else f"{facts.vocabulary:,} tokens"),
+        ("quantisation", _stored(facts)),
         ("licence", licence or "not stated"),
     ]
     if facts.generates:
@@ -221,6 +230,16 @@ def _print_facts(name: str, path: Path, licence: str, facts: "ModelFacts") -> No
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         print(f"{label.ljust(width)}  {value}")
+
+
+def _stored(facts: "ModelFacts") -> str:
+    """Return the quantisation, the size of the files, and the types that take most of it."""
+    files, by_type = facts.files, facts.bytes_by_type
+    total = sum(by_type.values())
+    shares = [(name, 100 * num_bytes / total) for name, num_bytes in by_type.items()]
+    most = [f"{name} {share:.0f}%" for name, share in shares if share >= 0.5]
+    size = f"{files.quantization or 'unknown'}, {in_decimal_units(files.num_bytes)}"
+    return f"{size} ({', '.join(most)})" if len(most) > 1 else size
 
 
 def _count(number: int) -> str:

@@ -8,6 +8,11 @@ from pathlib import Path
 
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.model_files.checkpoint import opened_checkpoint
+from services.common.model_files.checkpoint_facts import (
+    CheckpointFacts,
+    bytes_by_type,
+    checkpoint_facts,
+)
 from services.common.model_files.checkpoint_folder import (
     CheckpointFolderError,
     gguf_of,
@@ -29,6 +34,7 @@ __all__ = ["ModelFacts", "read_facts"]
 
 _CACHED_NUMBER_BYTES = 2
 """Bytes of a cached number unless --kv-dtype says otherwise: bfloat16 or float16"""
+_CONTEXT = "max_position_embeddings"
 _LICENCE = re.compile(r"^license:\s*([^\s#]+)", re.MULTILINE)
 _CARD_BYTES = 1 << 16
 
@@ -43,6 +49,11 @@ class ModelFacts:
     parameters: int | None
     """Number of weights; None = the files pack several in a byte"""
     context: int | None
+    vocabulary: int | None
+    """Number of token ids; None = the checkpoint does not say"""
+    files: CheckpointFacts
+    bytes_by_type: Mapping[str, int]
+    """Bytes of the weights by the type in which they are stored, most bytes first"""
     licence: str
     """Name that the card or the GGUF file states; empty = they state none"""
     chat: ChatFacts
@@ -63,15 +74,19 @@ async def read_facts(model: Path) -> ModelFacts:
         file = None if gguf is None else GgufFile(gguf)
         keys = cached_keys(config)
         section = config if family.section is None else config.section(family.section)
-        context = _context(section) or _context(config)
+        context = _count(section, _CONTEXT) or _count(config, _CONTEXT)
         with opened_checkpoint(model) as directory:
             chat = await read_chat_facts(directory)
             is_generator = generates(directory)
+            files, stored = checkpoint_facts(directory), bytes_by_type(directory)
         return ModelFacts(
             architecture=config.texts("architectures")[0],
             generates=is_generator,
             parameters=count_parameters(model) if file is None else _parameters(file),
             context=context,
+            vocabulary=_count(section, "vocab_size"),
+            files=files,
+            bytes_by_type=stored,
             licence=_licence_of_card(model) if file is None else _licence_of_file(file),
             chat=chat,
             memory=memory_by_weights(model),
@@ -83,8 +98,7 @@ async def read_facts(model: Path) -> ModelFacts:
         raise ServeError(error.message) from None
 
 
-def _context(config: Config) -> int | None:
-    key = "max_position_embeddings"
+def _count(config: Config, key: str) -> int | None:
     return config.positive(key) if config.has(key) else None
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from services.common.gguf.checkpoint_files import PARTS
-from services.common.gguf.ggml_types import GgmlType
+from services.common.gguf.ggml_types import BLOCK_SIZES, GgmlType
 from services.common.gguf.gguf_file import GgufError, GgufFile
 
-__all__ = ["CheckpointFacts", "checkpoint_facts"]
+__all__ = ["CheckpointFacts", "bytes_by_type", "checkpoint_facts"]
 
 _MOST_HEADER = 100_000_000
 """Bytes of the header of a safetensors file, as the format limits them"""
@@ -60,6 +60,27 @@ def checkpoint_facts(directory: Path) -> CheckpointFacts:
         return CheckpointFacts(family=_family(config), width=width, layers=layers)
 
 
+def bytes_by_type(directory: Path) -> Mapping[str, int]:
+    """Return the bytes of the weights by the type in which they are stored, most bytes first.
+
+    directory: as for `checkpoint_facts`. The result is empty for files that can't be read.
+    """
+    sizes: Counter[str] = Counter()
+    parts = sorted((directory / PARTS).glob("*.gguf"))
+    try:
+        if parts:
+            for tensor in GgufFile(parts[0].resolve()).tensors.values():
+                kind = GgmlType(tensor.kind)
+                numbers, num_bytes = BLOCK_SIZES[kind]
+                sizes[kind.name] += math.prod(tensor.shape) // numbers * num_bytes
+        for file in directory.glob("*.safetensors"):
+            for dtype, _, num_bytes in _tensors(file):
+                sizes[dtype] += num_bytes
+    except (GgufError, OSError, ValueError):
+        return {}
+    return dict(sizes.most_common())
+
+
 def _of_gguf(file: GgufFile, width: int, layers: int) -> CheckpointFacts:
     kind = file.metadata.get("general.file_type")
     name = _GGUF_TYPES.get(kind) if isinstance(kind, int) else None
@@ -80,7 +101,7 @@ def _of_safetensors(
     numbers: Counter[str] = Counter()
     files = sorted(directory.glob("*.safetensors"))
     for file in files:
-        for dtype, shape in _tensors(file):
+        for dtype, shape, _ in _tensors(file):
             numbers[dtype] += math.prod(shape)
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -96,8 +117,8 @@ def _of_safetensors(
     )
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield the type and the shape of each tensor. Raises OSError and ValueError."""
+def _tensors(file: Path) -> Iterator[tuple[str, list[int], int]]:
+    """Yield type, shape and bytes of each tensor. Raises OSError and ValueError."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))
         if length > _MOST_HEADER:
@@ -105,7 +126,8 @@ def _tensors(file: Path) -> Iterator[tuple[str, list[int]]]:
         header = json.loads(opened.read(length))
     for name, tensor in header.items():
         if name != "__metadata__":
-            yield tensor["dtype"], tensor["shape"]
+            begin, end = tensor["data_offsets"]
+            yield tensor["dtype"], tensor["shape"], end - begin
 
 
 def _config(directory: Path) -> Mapping[str, Any]:

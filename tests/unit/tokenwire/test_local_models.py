@@ -63,6 +63,13 @@ def test_show_of_a_model_has_its_facts_without_torch(embedded_model: Path) -> No
     facts = json.loads(result.stdout)
     assert facts["parameters"] == 6_032_128
     assert facts["context"] == 2048
+    config = json.loads((embedded_model / "config.json").read_text())
+    assert facts["layers"] == config["num_hidden_layers"]
+    assert facts["width"] == config["hidden_size"]
+    assert facts["vocabulary"] == config["vocab_size"]
+    assert facts["quantisation"] == "BF16"
+    assert facts["bytes_by_type"] == {"BF16": 2 * facts["parameters"]}
+    assert facts["bytes"] == (embedded_model / "model.safetensors").stat().st_size
     assert facts["licence"] == "apache-2.0"
     assert facts["tools"] == {"shown_by_template": True, "format": "hermes"}
     assert facts["memory_bytes"]["int4"] < facts["memory_bytes"]["int8"]
