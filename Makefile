@@ -115,7 +115,7 @@ bench: .venv/.dev $(BENCH_CACHE)/models/bench-15m/model.safetensors ## Benchmark
 gpu-bundle: .venv/.dev ## Gather what a GPU machine without a network needs: build/gpu-bundle
 	$(BIN)/python -m benchmarks.gpu.bundle
 
-gpu-check: ## Check the GPU path with the torch that is there: PYTHON, GPU_ARGS="--minutes 9"
+gpu-check: ## Check the GPU path with the torch that is there: PYTHON, GPU_ARGS="--minutes 8.5 --only NAME,…"
 	$(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 $(BENCH_CACHE)/models/%/model.safetensors: | .venv/.dev

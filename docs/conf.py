@@ -29,6 +29,7 @@ _OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/gpu/README.md": "gpu-check.md",
 }
 """Pages elsewhere in the repository, and their names in the site"""
 _FOLDERS = {"protos/tokenwire": "docs/generated/grpc.md"}

@@ -8,47 +8,58 @@ from pathlib import Path
 
 from benchmarks import CACHE
 from benchmarks.gpu.bundle import BUNDLE, use_bundle
+from benchmarks.gpu.plan import PARTS, choose
+from benchmarks.gpu.report import settled_parts
+
+_LEAST_SECONDS = 45.0
+_DRY_SECONDS = 600.0
+"""A part has so many seconds at least: the plan's times say nothing of a CPU"""
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
-        description="Check the GPU path on this machine: correctness, then speed beside peers.",
+        description="Check the GPU path on this machine: what is unknown first, within a time.",
     )
-    parser.add_argument("--minutes", type=float, default=24.0, help="end within (default: 24)")
-    parser.add_argument("--models", default="1b,8b", help="some of 1b, 8b (default: both)")
-    parser.add_argument(
-        "--only", default="", help="run the parts whose names contain this or that: this|that"
-    )
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--quick", action="store_true", help="tiny loads, to try the check itself")
-    parser.add_argument("--checkpoints", type=Path, default=CACHE / "models" / "gpu")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
-    parser.add_argument("--bundle", type=Path, default=BUNDLE)
+    add = parser.add_argument
+    add("--minutes", type=float, default=8.5, help="end within (default: 8.5)")
+    add("--only", default="", metavar="NAME,…", help="run these parts; * stands for any letters")
+    add("--rest-of", type=Path, metavar="JSON", help="leave out what passed in this report")
+    add("--dry", action="store_true", help="run every part on the CPU, in tiny sizes")
+    add("--list", action="store_true", help="print the parts with their times and questions")
+    add("--checkpoints", type=Path, default=CACHE / "models" / "gpu")
+    add("--out", type=Path, default=Path(__file__).parents[1] / "results")
+    add("--bundle", type=Path, default=BUNDLE)
     return parser.parse_args()
 
 
 def main() -> None:
-    """Run the check; exit with 1 if a part failed."""
+    """Run the check; exit with 1 if a part failed or a figure is out of its bounds."""
     arguments = _arguments()
     use_bundle(arguments.bundle)
     # imported here: on a bare machine, what these import lies in the bundle
-    import torch
+    from benchmarks.gpu.session import Limits, Session
 
-    from benchmarks.gpu.check import FULL, QUICK, Check
-
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("torch finds no CUDA device: run this check on a machine with one")
-    torch.set_grad_enabled(False)
-    check = Check(
-        torch.device(arguments.device),
-        arguments.checkpoints,
+    try:
+        parts = choose(PARTS, arguments.only)
+    except ValueError as error:
+        raise SystemExit(f"--only: {error}") from error
+    if arguments.rest_of is not None:
+        settled = settled_parts(arguments.rest_of)
+        parts = [part for part in parts if part.name not in settled]
+    if arguments.list:
+        for part in parts:
+            print(f"{part.seconds:4.0f} s  {part.name:28} {part.question}")
+        return
+    options = ["--checkpoints", str(arguments.checkpoints), "--bundle", str(arguments.bundle)]
+    session = Session(
+        parts,
         arguments.out,
-        arguments.minutes,
-        QUICK if arguments.quick else FULL,
+        [*options, *(["--dry"] if arguments.dry else [])],
+        Limits(60 * arguments.minutes, least=_DRY_SECONDS if arguments.dry else _LEAST_SECONDS),
+        has_estimates=not arguments.dry,
     )
-    models = ["tiny"] if arguments.quick else arguments.models.split(",")
-    report = check.run(models, arguments.only)
+    report = session.run()
     print(report.text())
     sys.exit(0 if report.is_good else 1)
 

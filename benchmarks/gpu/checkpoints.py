@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.manifest import Manifest
 
-__all__ = ["FAMILIES", "LLAMAS", "make_checkpoint"]
+__all__ = ["FAMILIES", "LLAMAS", "SHAPES", "make_checkpoint"]
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 1000,
@@ -62,6 +62,27 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "gpt-oss": {"architectures": ["GptOssForCausalLM"], **_EXPERTS, "sliding_window": 100},
+    "qwen3.5, gated delta net": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 64),
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "deepseek v2, latents": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "num_key_value_heads": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 128,
+        "q_lora_rank": 128,
+        "v_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "head_dim": 32,
+    },
 }
 """Additional keys of config.json of each small family"""
 _LLAMA: dict[str, Any] = {
@@ -106,6 +127,66 @@ LLAMAS: Mapping[str, dict[str, Any]] = {
     },
 }
 """config.json of models with the shapes of Llama 3.2 1B and Llama 3.1 8B, and of a tiny one"""
+SHAPES: Mapping[str, dict[str, Any]] = {
+    "qwen3 moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 16384,
+        "tie_word_embeddings": False,
+    },
+    "qwen3.5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 8,
+        "layer_types": [
+            "linear_attention",
+            "linear_attention",
+            "linear_attention",
+            "full_attention",
+        ]
+        * 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rope_theta": 10000000.0,
+        "max_position_embeddings": 16384,
+        "tie_word_embeddings": False,
+    },
+    "deepseek v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "q_lora_rank": 1536,
+        "max_position_embeddings": 16384,
+        "tie_word_embeddings": False,
+    },
+}
+"""config.json of shapes with fewer layers: 8 of 48 of Qwen3 30B-A3B, 8 of 32 of Qwen 3.5 9B, 9 of
+27 of DeepSeek V2 Lite"""
 _FILE_BYTES = 4 << 30
 """Most bytes of a safetensors file"""
 

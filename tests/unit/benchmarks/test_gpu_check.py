@@ -1,66 +1,158 @@
-"""The check of GPUs, with a CPU in place of one: all parts run, and a cut keeps what was found."""
+"""The check of GPUs: its time, its order, its report, and parts that fail, hang or end the process.
+
+The parts run in real worker processes, on the CPU.
+"""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 
-def check(folder: Path, *further: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--quick"]
-    places = ["--checkpoints", str(folder / "models"), "--out", str(folder)]
-    return subprocess.Popen(
-        [*command, *places, *further],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+from benchmarks.gpu.plan import PARTS, Part, choose
+from benchmarks.gpu.report import Outcome, settled_parts
+from benchmarks.gpu.session import Limits, Session
+
+HERE = "tests.unit.benchmarks.gpu_example_parts"
 
 
-def report_in(folder: Path) -> dict[str, Any]:
+def part(function: str, seconds: float = 1.0, name: str = "", **options: int) -> Part:
+    return Part(name or function, f"{HERE}:{function}", seconds, "Why?", options)
+
+
+def session(
+    folder: Path,
+    parts: Sequence[Part],
+    *,
+    total: float = 300.0,
+    least: float = 120.0,
+    has_estimates: bool = False,
+) -> Session:
+    arguments = ["--dry", "--checkpoints", str(folder), "--bundle", str(folder / "none")]
+    limits = Limits(total, start=120.0, factor=1.0, least=least)
+    return Session(parts, folder, arguments, limits, has_estimates=has_estimates)
+
+
+def saved(folder: Path) -> dict[str, Any]:
     (file,) = folder.glob("gpu-*.json")
     content: dict[str, Any] = json.loads(file.read_text())
     return content
 
 
-def test_each_part_runs_and_is_reported(tmp_path: Path) -> None:
-    output, _ = check(tmp_path).communicate(timeout=300)
-    report = report_in(tmp_path)
-    parts = {part["name"]: part for part in report["parts"]}
-    assert list(parts) == [
-        *("attention", "families", "graphs", "vectors", "memory"),
-        *("speed, tiny", "service, tiny", "peers, tiny"),
+def test_part_that_fails_or_ends_its_process_does_not_end_the_check(tmp_path: Path) -> None:
+    parts = [part("fail"), part("die"), part("lack"), part("exceed"), part("count", to=2)]
+    report = session(tmp_path, parts).run()
+    failed, died, lacking, exceeding, counted = report.parts
+    assert failed.outcome is Outcome.FAILED
+    assert 'ArithmeticError("no such product")' in failed.failure
+    assert failed.rows == [{"number": 0}]
+    assert died.outcome is Outcome.DIED
+    assert died.failure.startswith("exit code 7")
+    assert "out of memory" in died.failure
+    assert lacking.outcome is Outcome.LEFT_OUT
+    assert lacking.failure == "there is no second card"
+    assert [exceeding.outcome, counted.outcome] == [Outcome.RAN, Outcome.RAN]
+    assert [exceeding.is_good, counted.is_good, report.is_good] == [False, True, False]
+    assert [row["number"] for row in counted.rows] == [0, 1]
+    assert [each["outcome"] for each in saved(tmp_path)["parts"]] == [
+        *("failed", "died", "left out", "ran", "ran")
     ]
-    assert not [part["failure"] for part in parts.values() if part["failure"]]
-    compared = [row for name in ("attention", "families", "vectors") for row in parts[name]["rows"]]
-    assert all(row["ok"] for row in compared)
-    loads = {row["what"]: row for row in parts["speed, tiny"]["rows"]}
-    assert loads["a mask on all rows"]["tokens/s"] > 0
-    assert loads["a prompt of 64"]["tokens/s"] > 0
-    assert parts["service, tiny"]["rows"][-1]["tokens/s"] > 0
-    assert any("TTFT p95" in row for row in loads.values())
+
+
+def test_part_that_hangs_is_ended_and_the_report_says_where_it_was(tmp_path: Path) -> None:
+    parts = [part("count", to=1), part("hang"), part("count", name="again", to=1)]
+    report = session(tmp_path, parts, least=1.0).run()
+    before, hung, after = report.parts
+    assert hung.outcome is Outcome.HUNG
+    assert "wait_for_ever" in hung.failure
+    assert hung.rows == [{"number": 0}]
+    assert after.outcome is Outcome.RAN
+    assert after.rows[0]["process"] != before.rows[0]["process"]
+
+
+def test_parts_share_a_process_unless_one_is_alone(tmp_path: Path) -> None:
+    """The import of torch takes seconds; a peer changes what other parts rely on."""
+    names = [part("count", name=name, to=1) for name in "abcd"]
+    alone = Part("alone", f"{HERE}:count", 1.0, "Why?", {"to": 1}, is_alone=True)
+    report = session(tmp_path, [*names[:2], alone, *names[2:]]).run()
+    processes = [each.rows[0]["process"] for each in report.parts]
+    assert processes[0] == processes[1]
+    assert processes[3] == processes[4]
+    assert len(set(processes)) == 3
+
+
+def test_part_without_enough_time_is_left_out_and_a_shorter_one_runs(tmp_path: Path) -> None:
+    parts = [part("count", 400.0, name="long", to=1), part("count", 1.0, name="short", to=1)]
+    report = session(tmp_path, parts, has_estimates=True).run()
+    assert [each.outcome for each in report.parts] == [Outcome.LEFT_OUT, Outcome.RAN]
+    assert report.parts[0].failure.startswith("takes about 400 s; ")
+
+
+def test_check_without_time_leaves_all_parts_out(tmp_path: Path) -> None:
+    report = session(tmp_path, [part("count", to=1)], total=0.0).run()
+    assert [each.outcome for each in report.parts] == [Outcome.LEFT_OUT]
+    assert "count: takes about 1 s; 0 s were left" in report.text()
+
+
+def test_end_of_the_time_cuts_the_running_part(tmp_path: Path) -> None:
+    session_ = session(tmp_path, [part("hang"), part("count", to=1)], total=25.0)
+    report = session_.run()
+    assert [each.outcome for each in report.parts] == [Outcome.CUT, Outcome.LEFT_OUT]
+
+
+def test_signal_keeps_what_was_found_and_names_the_rest(tmp_path: Path) -> None:
+    """A machine that is taken back sends SIGTERM."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry", "--only", "attention,graphs"]
+    places = ["--checkpoints", str(tmp_path / "models"), "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        [*command, *places],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("attention:")
+    assert process.stdout.readline().strip().startswith("{'attention': ")
+    running = saved(tmp_path)["parts"]
+    assert [each["outcome"] for each in running] == ["running"]
+    assert running[0]["rows"]
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    cut, left_out = saved(tmp_path)["parts"]
+    assert [cut["outcome"], left_out["outcome"]] == ["cut", "left out"]
+    assert cut["rows"]
     (page,) = tmp_path.glob("gpu-*.md")
     assert page.read_text().strip() in output
 
 
-def test_check_that_is_cut_keeps_what_it_found(tmp_path: Path) -> None:
-    process = check(tmp_path)
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("attention")
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
-    report = report_in(tmp_path)
-    (part,) = report["parts"]
-    assert part["failure"] == "cut"
-    assert part["rows"]
-    assert report["left_out"][0] == "attention"
+def test_what_passed_is_known_from_a_report(tmp_path: Path) -> None:
+    """A second loan goes on where the first one ended."""
+    parts = [part("fail"), part("exceed"), part("lack"), part("count", to=1)]
+    session(tmp_path, parts).run()
+    (file,) = tmp_path.glob("gpu-*.json")
+    assert settled_parts(file) == {"count"}
 
 
-def test_check_ends_within_its_time(tmp_path: Path) -> None:
-    check(tmp_path, "--minutes", "0.1").communicate(timeout=120)
-    report = report_in(tmp_path)
-    assert report["parts"] == []
-    assert "speed, tiny" in report["left_out"]
+def test_report_names_the_machine_and_the_commit(tmp_path: Path) -> None:
+    report = session(tmp_path, [part("count", to=1)]).run()
+    assert report.machine["device"] == "CPU"
+    assert {"python", "torch", "triton"} <= set(report.machine)
+    assert report.commit
+
+
+def test_parts_are_chosen_by_name() -> None:
+    names = [each.name for each in choose(PARTS, "logits, streams*")]
+    assert names[0] == "logits"
+    assert {name.split()[0] for name in names[1:]} == {"streams"}
+    assert choose(PARTS, "") == list(PARTS)
+    with pytest.raises(ValueError, match=r"no part has the name 'logit'; there are: "):
+        choose(PARTS, "logit")
+
+
+def test_names_of_the_parts_differ() -> None:
+    assert len({each.name for each in PARTS}) == len(PARTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.gpu.correctness import release
-from benchmarks.gpu.report import Figure
+from benchmarks.gpu.context import Context, Rows, release
 from services.engine.engine import Engine
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.tensors import FoundTensor, StoredTensor, TensorFiles
@@ -45,12 +44,13 @@ _ENCODERS: Mapping[str, dict[str, Any]] = {
 _LENGTHS = (1, 7, 64, 65, 300, 500)
 
 
-def check_vectors(device: torch.device, folder: Path) -> Iterator[dict[str, Figure]]:
+def check_vectors(context: Context) -> Rows:
     """Compare the mean of each text's hidden states by its cosine; the device's is bfloat16."""
+    device = context.device
     texts = [random.Random(size).choices(range(3, 900), k=size) for size in _LENGTHS]
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    for name, config in _ENCODERS.items():
-        path = _make(folder / f"encoder-{name}", config)
+    for name in context.size(tuple(_ENCODERS), tuple(_ENCODERS)[:2]):
+        path = _make(context.checkpoints / f"encoder-{name}", _ENCODERS[name])
         try:
             found = _vectors(path, dtype, device, texts)
             exact = _vectors(path, "float32", _CPU, texts)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine import MeasuredEngine
-from benchmarks.gpu.checkpoints import FAMILIES, make_checkpoint
-from benchmarks.gpu.report import Figure
+from benchmarks.gpu.checkpoints import FAMILIES
+from benchmarks.gpu.context import Context, Row, Rows, release
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, AttentionStep, choose_backend
@@ -24,7 +23,7 @@ from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
 from services.engine.model.operators.fp8_weights import Fp8Rounding
 
-__all__ = ["check_attention", "check_families", "check_fp8", "check_graphs", "release"]
+__all__ = ["check_attention", "check_families", "check_fp8", "check_graphs"]
 
 _CASES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "decode, 1 row": ((1,), (700,), 1),
@@ -35,6 +34,7 @@ _CASES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 }
 """Query lengths, context lengths and number of decodes of each step"""
 _ATTENTIONS = ("llama", "mistral, window", "gemma2", "gpt-oss", "phi3, head of 96", "qwen3")
+_DRY_FAMILIES = ("llama", "gpt-oss")
 _WITH_GRAPHS = ("llama", "gemma2", "qwen3 moe", "gpt-oss")
 _MOST_DIFFERENCE = 0.02
 """Largest difference from float32 attention, of values near 1 in bfloat16"""
@@ -46,12 +46,11 @@ _MEDIAN_NATS, _NINE_OF_TEN_NATS = 0.04, 0.2
 """Bounds with experts: rounding exchanges some that the router likes equally, on a CPU too"""
 
 
-def check_attention(
-    device: torch.device, folder: Path, families: Sequence[str]
-) -> Iterator[dict[str, Figure]]:
+def check_attention(context: Context) -> Rows:
     """Compare the backend of this device with torch's in float32, for all kinds of attention."""
-    for family in (each for each in _ATTENTIONS if each in families):
-        path = make_checkpoint(folder / f"family-{family}", FAMILIES[family], device, small=True)
+    device = context.device
+    for family in context.size(_ATTENTIONS, _ATTENTIONS[:2]):
+        path = context.checkpoint(f"family-{family}", FAMILIES[family], small=True)
         spec = load_spec(path)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         ours = choose_backend(spec, dtype, device)
@@ -140,21 +139,19 @@ def _batch(
     )
 
 
-def check_families(
-    device: torch.device, folder: Path, families: Sequence[str]
-) -> Iterator[dict[str, Figure]]:
+def check_families(context: Context) -> Rows:
     """Compare the log-probabilities of small families with those of float32 on the CPU."""
-    for name in families:
-        path = make_checkpoint(folder / f"family-{name}", FAMILIES[name], device, small=True)
+    for name in context.size(tuple(FAMILIES), _DRY_FAMILIES):
+        path = context.checkpoint(f"family-{name}", FAMILIES[name], small=True)
         try:
-            yield {"family": name, **_accuracy(path, device)}
+            yield {"family": name, **_accuracy(path, context.device)}
         except Exception as error:  # one family must not hide the others
             traceback.print_exc()
             yield {"family": name, "ok": False, "failure": f"{type(error).__name__}: {error}"[:200]}
         release()
 
 
-def _accuracy(path: Path, device: torch.device) -> dict[str, Figure]:
+def _accuracy(path: Path, device: torch.device) -> Row:
     prompts = [random.Random(size).choices(range(3, 900), k=size) for size in (7, 64, 300)]
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     found: list[list[float]] = []
@@ -184,12 +181,11 @@ def _accuracy(path: Path, device: torch.device) -> dict[str, Figure]:
     return {"mean": mean, "median": median, "9 of 10": high, "most": most, "ok": is_good}
 
 
-def check_graphs(
-    device: torch.device, folder: Path, families: Sequence[str]
-) -> Iterator[dict[str, Figure]]:
+def check_graphs(context: Context) -> Rows:
     """Compare greedy tokens of 8 streams with CUDA graphs and without them."""
-    for name in (each for each in _WITH_GRAPHS if each in families):
-        path = make_checkpoint(folder / f"family-{name}", FAMILIES[name], device, small=True)
+    device = context.device
+    for name in context.size(_WITH_GRAPHS, _WITH_GRAPHS[:1]):
+        path = context.checkpoint(f"family-{name}", FAMILIES[name], small=True)
         prompts = [random.Random(i).choices(range(3, 900), k=20 + i) for i in range(8)]
         results = []
         for with_graphs in (True, False):
@@ -209,27 +205,34 @@ def check_graphs(
         yield {"family": name, "equal streams of 8": equal, "ok": equal >= 7}
 
 
-def check_fp8(device: torch.device) -> Iterator[dict[str, Figure]]:
+def check_fp8(context: Context) -> Rows:
     """Compare products of FP8 weights with those of the same rounded numbers in float32."""
+    if context.on_gpu:
+        context.require_capability(8, 9, "multiplication in FP8")
+    device, dtype = context.device, context.dtype
+    outputs, inputs = context.size((3072, 1664), (96, 256))
     # imported here: only GPU machines have Triton
     from services.engine.model.operators.fp8_kernels import round_groups, round_rows
     from services.engine.model.operators.fp8_operators import Fp8Operators
 
     for group in (None, 128):
         rounding = Fp8Rounding(group)
-        weight, bias = torch.randn(3072, 1664, device=device), torch.randn(3072, device=device)
-        projection = Fp8Operators(torch.bfloat16, device, rounding).projection(weight, bias)
+        weight, bias = (
+            torch.randn(outputs, inputs, device=device),
+            torch.randn(outputs, device=device),
+        )
+        projection = Fp8Operators(dtype, device, rounding).projection(weight, bias)
         rounded = rounding.round(weight)
         exact = _decoded(rounded.numbers, rounded.scales.T)
-        for count in (1, 17, 37, 100, 300):
-            rows = torch.randn(count, 1664, device=device).to(torch.bfloat16)
-            residual = torch.randn(count, 3072, device=device).to(torch.bfloat16)
+        for count in context.size((1, 17, 37, 100, 300), (1, 17)):
+            rows = torch.randn(count, inputs, device=device).to(dtype)
+            residual = torch.randn(count, outputs, device=device).to(dtype)
             out = residual.clone()
             projection.add_to(rows, out)
             numbers, scales = round_rows(rows) if group is None else round_groups(rows, group)
             factors = rows.float() if count == 1 else _decoded(numbers, scales)
             product = factors @ exact.T
-            expected = residual.float() + product + bias.to(torch.bfloat16).float()
+            expected = residual.float() + product + bias.to(dtype).float()
             difference = ((out.float() - expected).abs().max() / expected.abs().max()).item()
             yield {
                 "inputs of a scale": group or "all",
@@ -252,10 +255,3 @@ def _graphs(allowed: bool) -> Iterator[None]:
                 name = f"services.engine.{module}.graph_capacity"
                 stack.enter_context(patch(name, return_value=None))
         yield
-
-
-def release() -> None:
-    """Give unused memory back to the GPU."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

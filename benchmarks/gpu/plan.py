@@ -1,0 +1,197 @@
+"""Plan of the check: the parts in their order, each with its question and its time.
+
+This module imports no torch, so that the process that watches over the parts stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+__all__ = ["PARTS", "Part", "choose"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the check."""
+
+    name: str
+    function: str
+    """`module:function`; the function takes a Context and yields rows"""
+    seconds: float
+    """Estimate on an H200, with the start of engines and the compilation of kernels"""
+    question: str
+    """What the part finds out"""
+    options: Mapping[str, str | int] = field(default_factory=dict)
+    """Further arguments of the function, by name"""
+    is_alone: bool = False
+    """True if the part gets a process of its own, since it changes what others rely on"""
+
+
+def choose(parts: Sequence[Part], names: str) -> list[Part]:
+    """Return the parts of the names, in the order of `parts`.
+
+    names: names separated by commas, in which `*` stands for any characters; empty = all parts.
+    Raises ValueError if a name fits no part.
+    """
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if not any(fnmatchcase(part.name, name) for part in parts):
+            known = ", ".join(part.name for part in parts)
+            raise ValueError(f"no part has the name {name!r}; there are: {known}")
+    return [
+        part for part in parts if not wanted or any(fnmatchcase(part.name, name) for name in wanted)
+    ]
+
+
+_HERE = "benchmarks.gpu.parts"
+
+PARTS: Sequence[Part] = (
+    Part(
+        "ceilings",
+        f"{_HERE}.ceilings:measure_ceilings",
+        5,
+        "What does this card read, copy and multiply at most?",
+    ),
+    Part(
+        "fp8 products",
+        f"{_HERE}.fp8_products:compare_products",
+        45,
+        "Which product of FP8 weights is the fastest at 1 to 1,024 rows?",
+    ),
+    Part(
+        "prompt attention",
+        f"{_HERE}.prompt_attention:compare_prompt_attention",
+        25,
+        "How far is the attention of prompts behind prefixes from the card's ceiling?",
+    ),
+    Part(
+        "decode attention",
+        f"{_HERE}.decode_attention:measure_decode_attention",
+        15,
+        "Do decodes read at the card's rate at mixed contexts and at 1,024 rows?",
+    ),
+    Part(
+        "logits",
+        f"{_HERE}.logits:measure_logits",
+        5,
+        "What do float32 logits out of the product cost, and what do they change?",
+    ),
+    Part(
+        "streams 8b fp8",
+        f"{_HERE}.streams:measure_streams",
+        65,
+        "How fast are 1 to 1,024 streams of an 8B model in FP8?",
+        {"model": "8b", "weights": "fp8"},
+    ),
+    Part(
+        "streams 8b",
+        f"{_HERE}.streams:measure_streams",
+        75,
+        "How fast are 1 to 1,024 streams of an 8B model in bfloat16?",
+        {"model": "8b", "weights": "full"},
+    ),
+    Part(
+        "adapters",
+        f"{_HERE}.adapters:measure_adapters",
+        35,
+        "What does one LoRA stream cost the others?",
+    ),
+    Part(
+        "long prompts",
+        f"{_HERE}.long_prompts:measure_long_prompts",
+        45,
+        "How long do prompts of up to 64,000 tokens take, and what does a long neighbour cost?",
+    ),
+    Part(
+        "qwen3 moe",
+        f"{_HERE}.families:measure_family",
+        30,
+        "How fast is a mixture of 128 experts?",
+        {"shape": "qwen3 moe"},
+    ),
+    Part(
+        "gated delta net",
+        f"{_HERE}.families:measure_family",
+        35,
+        "How fast are the layers of Qwen 3.5?",
+        {"shape": "qwen3.5"},
+    ),
+    Part(
+        "latent attention",
+        f"{_HERE}.families:measure_family",
+        35,
+        "How fast are the layers of DeepSeek V2?",
+        {"shape": "deepseek v2"},
+    ),
+    Part(
+        "drafts",
+        f"{_HERE}.drafts:measure_drafts",
+        35,
+        "What do drafts gain a stream that repeats itself, and cost its neighbours?",
+    ),
+    Part(
+        "attention",
+        f"{_HERE}.correctness:check_attention",
+        25,
+        "Does the attention of all kinds equal torch's in float32?",
+    ),
+    Part(
+        "families",
+        f"{_HERE}.correctness:check_families",
+        65,
+        "Does every family compute what float32 does on the CPU?",
+    ),
+    Part(
+        "graphs",
+        f"{_HERE}.correctness:check_graphs",
+        12,
+        "Do CUDA graphs change the tokens?",
+    ),
+    Part(
+        "vectors",
+        f"{_HERE}.encoders:check_vectors",
+        20,
+        "Do encoders make the vectors that float32 makes on the CPU?",
+    ),
+    Part(
+        "fp8",
+        f"{_HERE}.correctness:check_fp8",
+        6,
+        "Are products of FP8 weights those of the rounded numbers?",
+    ),
+    Part(
+        "speed 8b fp8",
+        f"{_HERE}.speed:measure_speed",
+        85,
+        "Where does the time of an 8B model in FP8 go, under loads of all kinds?",
+        {"model": "8b", "weights": "fp8"},
+    ),
+    Part(
+        "speed 8b",
+        f"{_HERE}.speed:measure_speed",
+        85,
+        "Where does the time of an 8B model go, under loads of all kinds?",
+        {"model": "8b"},
+    ),
+    Part(
+        "speed 1b",
+        f"{_HERE}.speed:measure_speed",
+        35,
+        "Where does the time of a 1B model go, under loads of all kinds?",
+        {"model": "1b"},
+    ),
+    *(
+        Part(
+            name,
+            f"{_HERE}.peers:measure_peer",
+            seconds,
+            f"How fast is {name} on this card, with the checkpoint of our 8B model?",
+            {"peer": name},
+            is_alone=True,
+        )
+        for name, seconds in (("transformers", 90), ("vllm", 150), ("sglang", 120))
+    ),
+)
+"""All parts, the most unknown first"""
