@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.common.accounts.key_file import add_key
 from services.common.network.addresses import why_unusable
 from tests.stack import free_ports
 
@@ -137,10 +138,16 @@ def test_engine_that_cannot_restart_is_tried_again_while_the_other_serves(
     assert process.returncode == 0
 
 
-def test_services_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
-    """Else a second start would find the ports taken, by services that nobody stops."""
+def test_services_and_files_of_a_killed_supervisor_do_not_outlive_the_next_start(
+    tmp_path: Path,
+) -> None:
+    """Else that would find the ports taken, and tokens of services would stay on the disk."""
+    add_key(tmp_path / "keys.json", "default")
+    flags = ("--keys", str(tmp_path / "keys.json"))
     ports = free_ports(5)
-    process = _started(ports, tmp_path)
+    process = _started(ports, tmp_path, *flags)
+    [left] = tmp_path.glob("tokenwire-*")
+    assert (left / "peer-token").exists()
     ends = [os.pidfd_open(pid) for pid in _children(process.pid)]
     assert len(ends) == 5
     process.kill()
@@ -148,6 +155,11 @@ def test_services_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
         assert select.select([end], [], [], 120)[0], "a service outlived its supervisor"
         os.close(end)
     assert not [port for port in ports if why_unusable("127.0.0.1", port)]
+    process = _started(ports, tmp_path, *flags)
+    assert not left.exists()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert not list(tmp_path.glob("tokenwire-*"))
     process.communicate(timeout=60)
 
 

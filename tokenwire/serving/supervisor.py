@@ -8,7 +8,6 @@ import signal
 import socket
 import ssl
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from services.common.model_files.catalog_file import write_catalog
 from services.common.model_files.checkpoint_folder import served_name
 from services.common.network.addresses import address, listen
 from services.common.network.health import is_ready, is_serving, until_idle
+from services.common.temporary_folder import TemporaryFolder, remove_abandoned
 from tokenwire.errors import ServiceError
 from tokenwire.serving.load_plan import Room
 from tokenwire.serving.managed_model import has_on_demand, on_demand_models
@@ -87,11 +87,12 @@ async def supervise(options: ServeOptions) -> None:
     again and reloads a catalog. Raises ServeError if the stack can't start, if a service ends
     before it serves, or if one had to be killed at the end.
     """
+    remove_abandoned()
     with contextlib.ExitStack() as cleanup:
         folder = None
         makes_token = options.keys is not None and options.peer_token_file is None
         if makes_token or options.serves_catalog:
-            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tokenwire-")))
+            folder = cleanup.enter_context(TemporaryFolder())
         if makes_token and folder is not None:
             options = replace(options, peer_token_file=_new_token(folder))
         if options.serves_catalog and not options.memory:

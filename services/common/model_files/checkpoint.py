@@ -1,7 +1,6 @@
 """A service's checkpoint as a directory in Hugging Face form."""
 
 import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from services.common.model_files.checkpoint_folder import (
 )
 from services.common.process import collector_paused
 from services.common.settings import CheckpointSettings, ServerSettings, StartupError
+from services.common.temporary_folder import TemporaryFolder
 from services.common.tokenizer_files.definition import TokenizerError
 from services.common.tokenizer_files.other_tokenizers import (
     find_other_tokenizer,
@@ -62,8 +62,7 @@ def opened_checkpoint(path: Path) -> Iterator[Path]:
     if gguf is None and other is None:
         yield path
         return
-    with tempfile.TemporaryDirectory(prefix="tokenwire-checkpoint-") as name:
-        directory = Path(name)
+    with TemporaryFolder("checkpoint") as directory:
         try:
             if gguf is not None:
                 with collector_paused():  # each collection would visit every token

@@ -3,9 +3,7 @@
 import logging
 import re
 import secrets
-import shutil
 import sqlite3
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from typing import Any, BinaryIO, Concatenate, Literal, ParamSpec, TypeVar
 import grpc
 import msgspec
 
+from services.common.temporary_folder import TemporaryFolder
 from services.jobs.store.database_guard import DatabaseGuard, connect
 from services.jobs.store.store_thread import StoreThread
 from tokenwire.errors import ServiceError, invalid
@@ -175,7 +174,7 @@ class FileStore:
         """
         self.thread = StoreThread(_PART)
         self.guard = DatabaseGuard(_PART)
-        self._is_temporary = not folder
+        self._temporary: TemporaryFolder | None = None
         self._place = folder
         self._max_bytes = max_bytes
         if folder:
@@ -184,7 +183,10 @@ class FileStore:
 
     @cached_property
     def _folder(self) -> Path:
-        return Path(self._place or tempfile.mkdtemp(prefix="tokenwire-files-"))
+        if self._place:
+            return Path(self._place)
+        self._temporary = TemporaryFolder("files")
+        return self._temporary.path
 
     @cached_property
     def _database(self) -> sqlite3.Connection:
@@ -215,8 +217,8 @@ class FileStore:
         if not self.is_open:
             return
         self._database.close()
-        if self._is_temporary:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._temporary is not None:
+            self._temporary.remove()
 
     @_uses_database
     def remove_strays(self) -> None:
