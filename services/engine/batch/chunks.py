@@ -24,7 +24,7 @@ def in_chunks(batch: StepBatch, size: int, block_size: int) -> StepBatch:
             context_lengths=batch.context_lengths - starts,
             context_lengths_host=tuple((n - 1) % size + 1 for n in batch.context_lengths_host),
             block_tables=_tables_from(batch.block_tables, starts, size, block_size),
-            shared_tokens=None,
+            prefixes=None,
             output_rows=None,
         )
     if max(batch.context_lengths_host) <= size:
@@ -55,7 +55,7 @@ def in_chunks(batch: StepBatch, size: int, block_size: int) -> StepBatch:
         block_tables=_tables_from(batch.block_tables[owners.long()], starts, size, block_size),
         query_lengths_host=lengths,
         context_lengths_host=contexts,
-        shared_tokens=None,
+        prefixes=None,
         output_rows=None,
         visible_ends=ends,
     )

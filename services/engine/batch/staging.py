@@ -3,7 +3,8 @@
 On the CPU the model reads the buffer itself.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.buckets import table_width
+from services.engine.batch.shared_prefixes import most_prefixes
 
 __all__ = ["DeviceFields", "HostFields", "Staging"]
 
@@ -42,10 +44,14 @@ class StepFields(Generic[T]):
     """int32 [sequences + 1]"""
     output_starts: T
     """int32 [sequences + 1]"""
-    shared_tokens: T
-    """int32 [1]; not filled in if the number is not known"""
     context_lengths: T
     """int32 [sequences]"""
+    shared_tokens: T
+    """int32 [sequences], as in `SharedPrefixes`; not filled in if no prefix is shared"""
+    prefix_rows: T
+    """int32 [sequences], as in `SharedPrefixes`"""
+    prefix_starts: T
+    """int32 [`most_prefixes` + 1], as in `SharedPrefixes`"""
     run_starts: T
     """int32 [runs + 1], first token of each run between states"""
     run_sources: T
@@ -126,6 +132,17 @@ class Staging:
         return host.views(self._on_device)
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Size of a step."""
+
+    tokens: int
+    sequences: int
+    runs: int
+    columns: int
+    """Columns of the block tables"""
+
+
 class _HostBuffer:
     """Host memory of a step: fields of varying length, then the block tables at a fixed offset.
 
@@ -138,8 +155,8 @@ class _HostBuffer:
         self._pinned = pinned
         self._packs = packs
         self._tokens = self._rows = self._columns = self._runs = 0
-        self._shape = (0, 0, 0, 0)
-        """Numbers of tokens, sequences, runs and table columns of the current step"""
+        self._shape = _Shape(0, 0, 0, 0)
+        """Size of the current step"""
         self._views: dict[int, DeviceFields] = {}
         """Fields of the current step, by the address of their memory"""
         self._copied: torch.cuda.Event | None = None
@@ -161,7 +178,8 @@ class _HostBuffer:
         columns = table_width(blocks)
         self._tokens, self._runs = max(self._tokens, tokens), max(self._runs, runs)
         self._rows, self._columns = max(self._rows, sequences), max(self._columns, columns)
-        self._tables_at = _fields_size(self._tokens, self._rows, self._runs, self._groups)
+        largest = _Shape(self._tokens, self._rows, self._runs, self._columns)
+        self._tables_at = _fields_size(largest, self._groups)
         rows = self._rows * self._groups
         size = self._tables_at + 4 * rows * self._columns
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=self._pinned)
@@ -182,24 +200,23 @@ class _HostBuffer:
                 start = count if held is blocks else 0
                 self._table[row, start : len(blocks)] = blocks[start:]
                 self._filled[row] = (blocks, len(blocks))
-        shape = (tokens, len(tables) // self._groups, runs, table_width(widest))
+        shape = _Shape(tokens, len(tables) // self._groups, runs, table_width(widest))
         if self._fields is None or shape != self._shape:
             self._shape = shape
             self._views = {}
             staged = self.views(self.memory)
             fields = StepFields(*(getattr(staged, name).numpy() for name in _NAMES))
             filled = self._table.reshape(self._rows, self._groups, -1)
-            _, rows, _, columns = self._shape
-            self._fields = replace(fields, block_tables=filled[:rows, :, :columns])
+            tables_of_step = filled[: shape.sequences, :, : shape.columns]
+            self._fields = replace(fields, block_tables=tables_of_step)
         return self._fields
 
     def copy_to(self, memory: Tensor) -> None:
         """Start the copy of the current step's part to the same offset in the device's memory."""
-        tokens, sequences, runs, _ = self._shape
         packed = self.views(self.memory).block_tables.numpy()
         assert self._fields is not None
         packed[:] = self._fields.block_tables
-        begin = self._tables_at - _fields_size(tokens, sequences, runs, self._groups)
+        begin = self._tables_at - _fields_size(self._shape, self._groups)
         end = self._tables_at + packed.nbytes
         memory[begin:end].copy_(self.memory[begin:end], non_blocking=True)
         if memory.is_cuda:
@@ -214,51 +231,68 @@ class _HostBuffer:
         return self._views[address]
 
     def _view(self, memory: Tensor) -> DeviceFields:
-        tokens, sequences, runs, columns = self._shape
-        end = self._tables_at
-        groups = self._groups
-        begin = end - _fields_size(tokens, sequences, runs, groups)
-        ints_at = begin + 8 * (4 + groups) * tokens
-        longs = memory[begin:ints_at].view(torch.int64)
-        ints = memory[ints_at:end].view(torch.int32)
+        shape, groups, end = self._shape, self._groups, self._tables_at
+        longs, ints = _long_fields(shape, groups), _int_fields(shape)
+        begin = end - _fields_size(shape, groups)
+        ints_at = begin + 8 * _count(longs)
+        rows, columns = self._rows, self._columns
         if self._packs:
-            size = 4 * sequences * groups * columns
-            tables = memory[end : end + size].view(torch.int32).view(sequences, groups, columns)
-        else:
-            tables = memory[end:].view(torch.int32).view(self._rows, groups, self._columns)
-        singles, slots = longs.view(4 + groups, tokens).tensor_split((4,))
-        token_ids, positions, sources, output_rows = singles
-        query_starts, output_starts = ints[: 2 * sequences + 2].view(2, sequences + 1)
-        shared_tokens, rest = ints[2 * sequences + 2 :].tensor_split((1,))
-        context_lengths, rest = rest.tensor_split((sequences,))
-        run_starts, run_sources, run_targets = rest[: 3 * runs + 1].split_with_sizes(
-            (runs + 1, runs, runs)
-        )
+            rows, columns = shape.sequences, shape.columns
+        tables = memory[end : end + 4 * rows * groups * columns].view(torch.int32)
         return StepFields(
-            token_ids,
-            positions,
-            slots,
-            sources,
-            output_rows,
-            query_starts,
-            output_starts,
-            shared_tokens,
-            context_lengths=context_lengths,
-            run_starts=run_starts,
-            run_sources=run_sources,
-            run_targets=run_targets,
-            block_tables=tables[:sequences, :, :columns],
+            **_split(memory[begin:ints_at].view(torch.int64), longs),
+            **_split(memory[ints_at:end].view(torch.int32), ints),
+            block_tables=tables.view(rows, groups, columns)[: shape.sequences, :, : shape.columns],
         )
 
 
 _NAMES = tuple(StepFields.__dataclass_fields__)
 
+_Sizes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Dimensions of fields, by name, in the order in which they lie in memory"""
 
-def _fields_size(tokens: int, sequences: int, runs: int, groups: int) -> int:
-    """Return the aligned bytes of all fields but the block tables.
 
-    The int64 fields have four numbers per token and one more per group. The int32 fields have three
-    numbers per sequence, three per run, and four in addition.
-    """
-    size = 8 * (4 + groups) * tokens + 4 * (3 * sequences + 3 * runs + 4)
+def _long_fields(shape: _Shape, groups: int) -> _Sizes:
+    """Return the int64 fields of a step."""
+    tokens = (shape.tokens,)
+    return {
+        "token_ids": tokens,
+        "positions": tokens,
+        "slots": (groups, *tokens),
+        "sources": tokens,
+        "output_rows": tokens,
+    }
+
+
+def _int_fields(shape: _Shape) -> _Sizes:
+    """Return the int32 fields of a step, without the block tables."""
+    sequences, runs = shape.sequences, shape.runs
+    return {
+        "query_starts": (sequences + 1,),
+        "output_starts": (sequences + 1,),
+        "context_lengths": (sequences,),
+        "shared_tokens": (sequences,),
+        "prefix_rows": (sequences,),
+        "prefix_starts": (most_prefixes(sequences) + 1,),
+        "run_starts": (runs + 1,),
+        "run_sources": (runs,),
+        "run_targets": (runs,),
+    }
+
+
+def _split(memory: Tensor, sizes: _Sizes) -> dict[str, Tensor]:
+    """Return the fields that lie in memory, by name. There may be more memory behind them."""
+    counts = [math.prod(each) for each in sizes.values()]
+    parts = memory[: sum(counts)].split_with_sizes(counts)
+    named = zip(sizes.items(), parts, strict=True)
+    return {name: part.view(size) if len(size) > 1 else part for (name, size), part in named}
+
+
+def _count(sizes: _Sizes) -> int:
+    return sum(map(math.prod, sizes.values()))
+
+
+def _fields_size(shape: _Shape, groups: int) -> int:
+    """Return the aligned bytes of all fields but the block tables."""
+    size = 8 * _count(_long_fields(shape, groups)) + 4 * _count(_int_fields(shape))
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["ImageRows", "OutputRows", "StateSegments", "StepBatch"]
+__all__ = ["ImageRows", "OutputRows", "SharedPrefixes", "StateSegments", "StepBatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,19 @@ class StateSegments:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Whole blocks with which the contexts of several decodes begin. No decode has two prefixes."""
+
+    tokens: Tensor
+    """int32 [decodes], number of tokens of each decode's prefix; 0 = it shares none"""
+    rows: Tensor
+    """int32 [at least the decodes that share a prefix], their row numbers by prefix"""
+    starts: Tensor
+    """int32 [prefixes + 1], where the rows of each prefix begin in `rows`; behind the last prefix
+    there may be empty ones"""
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """One step's tokens: sequences that decode one token first, then prefill chunks.
 
@@ -85,9 +98,8 @@ class StepBatch:
     """Query tokens per sequence, on the host: a decision must not wait for the device"""
     context_lengths_host: tuple[int, ...]
     """`context_lengths`, on the host"""
-    shared_tokens: Tensor | None = None
-    """int32 [1], number of tokens in whole blocks that all contexts of decodes have in common at
-    their beginning; None = unknown, or too few to gain time"""
+    prefixes: SharedPrefixes | None = None
+    """Prefixes that decodes share; None = unknown, or too few to gain time"""
     adapters_host: tuple[int, ...] = ()
     """Number of each sequence's adapter, 0 = none; empty = no sequence has an adapter"""
     states: StateSegments | None = None
@@ -124,7 +136,7 @@ class StepBatch:
         if not slots:
             return self
         further = tuple(
-            replace(self, slots=each, block_tables=table, shared_tokens=None)
+            replace(self, slots=each, block_tables=table, prefixes=None)
             for each, table in zip(slots, tables, strict=True)
         )
         return replace(self, further_groups=further)

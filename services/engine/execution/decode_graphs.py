@@ -26,7 +26,7 @@ class _Captured:
 class DecodeGraphs:
     """A graph for each size of decode step, captured before the first request.
 
-    A size is a number of rows, a width of the block tables, and whether contexts share a beginning;
+    A size is a number of rows, a width of the block tables, and whether decodes share prefixes;
     `batch.buckets` keeps their number low. A capture takes several passes, and seconds more where
     attention compiles a kernel. A step of any other size runs without a graph.
     All graphs share one memory pool, as large as the largest graph needs. A graph replays with the
@@ -81,5 +81,5 @@ class DecodeGraphs:
 
 
 def _key(batch: StepBatch) -> tuple[int, ...]:
-    tables, shares = batch.block_tables, batch.shared_tokens is not None
+    tables, shares = batch.block_tables, batch.prefixes is not None
     return (*tables.shape, shares, tables.data_ptr(), batch.token_ids.data_ptr())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from services.engine.batch.transfer import Mark
-from services.engine.execution.model_runner import DeviceTokens
+from services.engine.execution.batch_builder import DeviceTokens
 from services.engine.loop.step_sampler import (
     LaunchedDraws,
     PromptResults,

@@ -11,7 +11,8 @@ from pathlib import Path
 from torch import Tensor
 
 from services.engine.batch.transfer import Mark, copy_rows, rows_of
-from services.engine.execution.model_runner import DeviceTokens, ModelRunner
+from services.engine.execution.batch_builder import DeviceTokens
+from services.engine.execution.model_runner import ModelRunner
 from services.engine.loop import refusals
 from services.engine.loop.beam_draws import BeamDraws
 from services.engine.loop.prompt_pooling import PromptPooling

@@ -62,7 +62,7 @@ class Model(ABC):
 
     @property
     def reads_shared_once(self) -> bool:
-        """True if decodes with `StepBatch.shared_tokens` take less time."""
+        """True if decodes with `StepBatch.prefixes` take less time."""
         return self.runs_in_pieces and self._attention.reads_shared_once
 
     @property

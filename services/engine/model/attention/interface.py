@@ -136,7 +136,7 @@ class AttentionBackend(ABC):
     is_capturable = False
     """True if decode launches depend only on row count and table width, so that graphs fit"""
     reads_shared_once = False
-    """True if decodes with `StepBatch.shared_tokens` take less time"""
+    """True if decodes with `StepBatch.prefixes` take less time"""
     writes_apart = False
     """True if `write` may run before `attend`, which then gets a step that `is_written`"""
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from services.engine.batch.step_batch import StepBatch
+from services.engine.batch.step_batch import SharedPrefixes, StepBatch
 from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.cache_kernel import write_tokens
@@ -95,7 +95,7 @@ class PagedAttention(TorchAttention):
             return
         decodes = self._metadata_of(step.batch).decodes
         part = slice(0, step.batch.num_decodes)
-        self._attend_pages(layer, step, decodes, part, step.batch.shared_tokens)
+        self._attend_pages(layer, step, decodes, part, step.batch.prefixes)
 
     def _prefill(self, layer: int, step: AttentionStep) -> None:
         if not self._is_supported:
@@ -125,7 +125,7 @@ class PagedAttention(TorchAttention):
         step: AttentionStep,
         rows: PagedRows,
         part: slice,
-        shared: Tensor | None = None,
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
         """Attend for the sequences of `rows`; their queries are the slice `part` of the step's."""
         spec, cache = self._spec.attention(layer), step.cache
@@ -147,10 +147,10 @@ class PagedAttention(TorchAttention):
             step.out[part],
             step.slopes,
         )
-        if shared is None or shape.window:
+        if prefixes is None or shape.window:
             attend_pages(shape, rows, *operands)
         else:
-            attend_shared(shape, rows, shared, *operands)
+            attend_shared(shape, rows, prefixes, *operands)
 
     def _metadata_of(self, batch: StepBatch) -> "StepMetadata":
         found = self._metadata.get(id(batch))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.engine.checked_request import MirostatSettings, SamplingSettings
-from services.engine.execution.model_runner import DeviceTokens, ModelRunner
+from services.engine.execution.batch_builder import DeviceTokens
+from services.engine.execution.model_runner import ModelRunner
 from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.messages import AddRequest, Mask, Output, Refused, SetMasks
 from services.engine.model.model import Model

@@ -8,6 +8,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from services.engine.batch.step_batch import SharedPrefixes
 from services.engine.model.attention import cache_kernel
 from services.engine.model.attention.paged_kernels import (
     PagedRows,
@@ -57,7 +58,7 @@ def compile_all(capability: int) -> Iterator[Compiled]:
                 continue  # windows share nothing
             for kernel in _launched(rows, *shape, together=together):
                 compiled = inspect(kernel, capability, f"{family}, {rows} rows")
-                compiled.check(pipelined=compiled.kernel != "_merge")
+                compiled.check(pipelined=compiled.kernel != "merge_parts")
                 yield compiled
     for dtype in ("bf16", "fp16", "fp32"):
         types = dict.fromkeys(cache_kernel._write.arg_names, "i32") | {"slots": "*i64"}
@@ -114,7 +115,9 @@ def _launched(
 
     with patch.object(triton.runtime.jit.KernelInterface, "__getitem__", compile_only):
         if together:
-            attend_shared(shape, batch, torch.empty(1, dtype=torch.int32), *operands)
+            counts = torch.empty(sequences, dtype=torch.int32)
+            prefixes = SharedPrefixes(counts, counts, torch.empty(3, dtype=torch.int32))
+            attend_shared(shape, batch, prefixes, *operands)
         else:
             attend_pages(shape, batch, *operands)
     return compiled

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -19,22 +20,20 @@ FP8 = {"_round_rows", "_round_groups", "_multiply_groups", "_multiply_row"}
 
 def launched_kernels() -> Iterator[str]:
     """Yield the names of the kernels that some module of the engine launches."""
-    for path in (ROOT / "services" / "engine").rglob("*.py"):
-        text = path.read_text()
-        if "@triton.jit" not in text:
-            continue
-        tree = ast.parse(text)
-        kernels = {
-            each.name
-            for each in tree.body
-            if isinstance(each, ast.FunctionDef)
-            and any("triton.jit" in ast.unparse(decorator) for decorator in each.decorator_list)
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                name = ast.unparse(node.func.value)
-                if name in kernels:
-                    yield name
+    texts = (path.read_text() for path in (ROOT / "services" / "engine").rglob("*.py"))
+    trees = [ast.parse(text) for text in texts if "kernel" in text]
+    kernels = {
+        each.name
+        for tree in trees
+        for each in tree.body
+        if isinstance(each, ast.FunctionDef)
+        and any("triton.jit" in ast.unparse(decorator) for decorator in each.decorator_list)
+    }
+    for node in chain.from_iterable(map(ast.walk, trees)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            name = ast.unparse(node.func.value)
+            if name in kernels:
+                yield name
 
 
 @pytest.mark.timeout(1200)

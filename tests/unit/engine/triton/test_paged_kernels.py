@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.engine.batch.step_batch import StepBatch
+from services.engine.batch.step_batch import SharedPrefixes, StepBatch
 from services.engine.model.architecture.distance import alibi_slopes
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionStep
@@ -101,17 +102,18 @@ class Layer:
         spans: tuple[tuple[int, int], ...],
         images: bool = False,
         overflow: bool = False,
-        shared: int | None = None,
+        shared: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the kernel's output, and the torch backend's in float32.
 
         images: let some tokens of each chunk see each other. overflow: let a value of the first
-        sequence be infinite, and one of its keys. shared: let all contexts begin with so many
-        pages, and the kernel read them once.
+        sequence be infinite, and one of its keys. shared: number of pages of each sequence's
+        prefix, which sequences with the same number share, and the kernel reads once.
         """
         batch = make_batch(spans, self.case.width)
-        if shared is not None:
-            batch.block_tables[:, :shared] = batch.block_tables[0, :shared].clone()
+        for length in set(shared or ()):
+            sharers = [row for row, count in enumerate(shared or ()) if count == length]
+            batch.block_tables[sharers, :length] = batch.block_tables[sharers[0], :length].clone()
         if images:
             batch = dataclasses.replace(batch, visible_ends=image_ends(spans))
         plain = TorchAttention(self.spec, torch.float32, CPU)
@@ -162,9 +164,22 @@ class Layer:
         if shared is None:
             kernels.attend_pages(shape, paged, *operands)
         else:
-            tokens = torch.tensor([PAGE * shared], dtype=torch.int32)
-            kernels.attend_shared(shape, paged, tokens, *operands)
+            kernels.attend_shared(shape, paged, prefixes_of(shared), *operands)
         return out, expected
+
+
+def prefixes_of(pages: Sequence[int]) -> SharedPrefixes:
+    """Return the prefixes of sequences that share one with those of the same number of pages.
+
+    pages: number of pages of each sequence's prefix; 0 = it shares none.
+    """
+    groups = [[i for i, count in enumerate(pages) if count == n] for n in set(pages) - {0}]
+    starts = [0, *accumulate(map(len, groups))]
+    return SharedPrefixes(
+        torch.tensor([PAGE * count for count in pages], dtype=torch.int32),
+        torch.tensor([*chain(*groups), *[0] * (len(pages) - starts[-1])], dtype=torch.int32),
+        torch.tensor([*starts, starts[-1]], dtype=torch.int32),  # the last prefix has no rows
+    )
 
 
 def make_batch(spans: tuple[tuple[int, int], ...], width: int) -> StepBatch:
@@ -208,11 +223,15 @@ def test_rows_equal_the_torch_backend(
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.window], ids=str)
-@pytest.mark.parametrize("shared", [0, 1, 3])
-def test_shared_pages_are_read_once(base: ModelSpec, case: Case, shared: int) -> None:
-    """Agents' contexts begin with the same instructions; some have little behind them."""
+@pytest.mark.parametrize(
+    "shared",
+    [(0,) * 7, (1,) * 7, (3,) * 7, (0, 2, 2, 0, 2, 0, 0), (2, 1, 2, 1, 0, 1, 3)],
+    ids=str,
+)
+def test_shared_pages_are_read_once(base: ModelSpec, case: Case, shared: tuple[int, ...]) -> None:
+    """Agents' contexts begin with the instructions of their kind; some have little behind them."""
     contexts = (1, 300, 65, 2, 128, 129, 64)
-    spans = tuple((1, PAGE * shared + context) for context in contexts)
+    spans = tuple((1, PAGE * n + context) for n, context in zip(shared, contexts, strict=True))
     layer = Layer(base, dataclasses.replace(case, width=16), torch.float32)
     out, expected = layer.run(spans, shared=shared)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
@@ -285,8 +304,8 @@ def test_launches_of_decodes_depend_on_shapes_alone(
 ) -> None:
     """A captured graph replays the launches of its first step for all steps of its size."""
     launches = _Launches()
-    monkeypatch.setattr(kernels, "_attend", launches)
-    monkeypatch.setattr(kernels, "_merge", launches)
+    monkeypatch.setattr(kernels, "attend_tile", launches)
+    monkeypatch.setattr(kernels, "merge_parts", launches)
     layer = Layer(base, Case(4, 2, 16, width=16), torch.float32)
     layer.run(((1, 1), (1, 2), (1, 3)))
     first = list(launches.seen)

@@ -2,12 +2,14 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from services.engine.batch import shared_prefixes
 from services.engine.engine import Engine
-from services.engine.execution import loaded_model, model_runner
+from services.engine.execution import batch_builder, loaded_model
 from services.engine.messages import RequestDone, Token
 from services.engine.model import loader
 from services.engine.settings import EngineSettings
@@ -33,13 +35,14 @@ def test_tokens_are_those_of_prompts_that_run_alone(
     monkeypatch.setattr(loader, "native", None)
     monkeypatch.setattr(loader, "choose_backend", lambda *model, **_: paged.PagedAttention(*model))
     monkeypatch.setattr(loaded_model, "populate_behind", lambda _: None)  # pages lie as on a GPU
-    monkeypatch.setattr(model_runner, "_LEAST_SHARERS", 3)
-    monkeypatch.setattr(model_runner, "_LEAST_SHARED", 64)
-    shared: list[int] = []
+    monkeypatch.setattr(batch_builder, "LEAST_ROWS", 3)
+    for name, value in (("LEAST_ROWS", 3), ("LEAST_TOKENS", 64), ("LEAST_SHARERS", 2)):
+        monkeypatch.setattr(shared_prefixes, name, value)
+    shared: list[list[int]] = []
     attend_shared = paged.attend_shared
 
-    def spy(*operands: torch.Tensor) -> None:
-        shared.append(int(operands[2]))
+    def spy(*operands: Any) -> None:
+        shared.append(operands[2].tokens.tolist())
         attend_shared(*operands)
 
     monkeypatch.setattr(paged, "attend_shared", spy)
@@ -54,10 +57,15 @@ def test_tokens_are_those_of_prompts_that_run_alone(
         ]
         assert not shared
         assert together(engine, prompts) == alone
-        assert set(shared) == {64}
+        assert set(map(tuple, shared)) == {(64, 64, 64)}
         shared.clear()
-        together(engine, [*prompts[:2], random_tokens(70, 9).tolist()])
-        assert not shared, "one of the contexts begins differently"
+        other = random_tokens(70, 9).tolist()
+        mixed = together(engine, [prompts[0], other, *prompts[1:]])
+        assert [64, 0, 64, 64] in shared, "one context begins differently"
+        assert [mixed[0], *mixed[2:]] == alone
+        shared.clear()
+        together(engine, [prompts[0], other, random_tokens(70, 8).tolist()])
+        assert not shared, "all contexts begin differently"
 
 
 def together(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
