@@ -52,6 +52,7 @@ def add_commands(commands: Commands) -> None:
         "bench --url http://127.0.0.1:11434 llama3.2 --streams 1,4",
     )
     bench.add_argument("model", nargs="?", metavar="MODEL", help="Model id; by default the first.")
+    bench.add_argument("--model", dest="flagged", metavar="MODEL", help="The same as a flag.")
     add_url(bench)
     bench.add_argument(
         "--streams",
@@ -104,6 +105,9 @@ def add_commands(commands: Commands) -> None:
 
 
 async def _bench(options: argparse.Namespace) -> int:
+    if options.model and options.flagged:
+        print_error("The model is named twice: as MODEL and by --model.")
+        return 2
     try:
         from tokenwire.load.http_client import HttpClient
     except ModuleNotFoundError as error:
@@ -128,7 +132,7 @@ async def _bench(options: argparse.Namespace) -> int:
     )
     try:
         earlier = _read_saved(options.compare)
-        model = options.model or await only_model(client, url)
+        model = options.model or options.flagged or await only_model(client, url)
         endpoint = Endpoint.CHAT if options.endpoint == "chat" else Endpoint.COMPLETIONS
         bench = StreamBench(client, Target(url, model, endpoint=endpoint), plan)
         return await _measure(bench, plan, earlier, options)

@@ -19,9 +19,9 @@ def chat_stream(tokens: int, *, with_usage: bool = True) -> bytes:
     return b"".join([*parts, end, *usage, b"data: [DONE]\n\n"])
 
 
-async def bench(url: str, *arguments: str) -> tuple[int, str, str]:
-    """Run the command. Return its exit code, stdout and stderr."""
-    command = [sys.executable, "-m", "tokenwire", "bench", "m", "--url", url, *arguments]
+async def bench(url: str, *arguments: str, named: Sequence[str] = ("m",)) -> tuple[int, str, str]:
+    """Run the command. named: the model. Return its exit code, stdout and stderr."""
+    command = [sys.executable, "-m", "tokenwire", "bench", *named, "--url", url, *arguments]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -96,6 +96,21 @@ async def test_completions_have_a_prompt() -> None:
     assert code == 0
     assert {body["prompt"] for body in seen.bodies} == {"Hi"}
     assert json.loads(out)["levels"][0]["is_usage"]
+
+
+async def test_model_is_named_as_in_the_other_commands() -> None:
+    """`tokenwire complete` and `chat` take --model; `bench` takes the id by itself, too."""
+
+    async def answer(body: dict[str, Any]) -> Sequence[bytes]:
+        return [chat_stream(2)]
+
+    async with scripted_server(answer) as (url, seen):
+        code, _, err = await bench(url, "--streams", "1", named=("--model", "m"))
+        assert code == 0, err
+        code, _, err = await bench(url, named=("m", "--model", "n"))
+    assert {body["model"] for body in seen.bodies} == {"m"}
+    assert code == 2
+    assert "named twice" in err
 
 
 async def test_server_that_is_away_is_one_sentence(tmp_path: Path) -> None:
