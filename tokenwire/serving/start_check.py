@@ -5,12 +5,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from services.common.accounts.key_file import KeyFileError, read_keys
+from services.common.gguf.gguf_file import GgufError
 from services.common.model_files.hub import HubCheckpoint, HubError
 from services.common.settings import StartupError, StreamSettings, parse
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.stored_weights import StoredWeights
 from services.engine.settings import EngineSettings
-from services.engine.start_check import check_config, check_room, check_start, needed_bytes
+from services.engine.start_check import (
+    check_config,
+    check_room,
+    check_start,
+    checkpoint_config,
+    needed_bytes,
+)
 from services.http_shim.settings import HttpShimSettings
 from services.http_shim.settings import check as check_shim
 from tokenwire.serving.service_flags import SETTINGS, Settings
@@ -19,7 +26,12 @@ from tokenwire.serving.stack_layout import ServeError, Service
 __all__ = ["check_before_download", "check_services", "needed_memory"]
 
 _OVERHEAD = 768 * 2**20
-"""Bytes that the processes of a model take besides weights and KV cache"""
+"""Bytes that the processes of a model take besides weights and KV cache, up to _USUAL_TOKENS"""
+_TEXT, _TOKENS = "text_config", "vocab_size"
+_USUAL_TOKENS = 65_536
+_BYTES_PER_TOKEN = 4608
+"""Bytes that the processes take together for each further token of the vocabulary. Tokenizers of
+Gemma 3 (262,144 tokens) take 1.1 GiB more than those of SmolLM2 (49,152)"""
 
 
 def check_services(services: Iterable[Service]) -> None:
@@ -54,9 +66,22 @@ def needed_memory(services: Iterable[Service]) -> int:
             settings = _parsed(service.name, service.arguments)
             assert isinstance(settings, EngineSettings)
             total += needed_bytes(settings) + _OVERHEAD
+            if service.replica == 1:
+                total += _of_vocabulary(settings.model)
         except StartupError as error:
             raise ServeError(f"{service.title}: {error}") from None
     return total
+
+
+def _of_vocabulary(model: Path) -> int:
+    """Return the bytes that a vocabulary takes beyond the usual one. Raises StartupError."""
+    try:
+        config = checkpoint_config(model)
+        text = config.section(_TEXT) if config.has(_TEXT) else config
+        tokens = text.positive(_TOKENS) if text.has(_TOKENS) else 0
+    except (CheckpointError, GgufError) as error:
+        raise StartupError(str(error)) from None
+    return max(0, tokens - _USUAL_TOKENS) * _BYTES_PER_TOKEN
 
 
 def check_before_download(checkpoint: HubCheckpoint, flags: Sequence[str]) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from tests.stack import free_ports
 from tests.unit.tokenwire.serving.test_stack_layout import assert_refused, serve
+from tokenwire.serving.stack_layout import Service
+from tokenwire.serving.start_check import needed_memory
 
 
 def ports() -> list[str]:
@@ -54,6 +56,22 @@ def test_error_that_a_service_finds_is_one_sentence_too(
     assert_refused(refused, "engine: ", "num_attention_heads")
     template = ("--chat-template", str(tmp_path / "none.jinja"))
     assert_refused(serve(*ports(), *template), "tokenizer: The chat template ")
+
+
+def test_processes_of_a_large_vocabulary_need_more_memory(
+    tmp_path: Path, embedded_model: Path
+) -> None:
+    """The models of a server on demand would else take more memory than --memory allows."""
+    file = _copy(embedded_model, tmp_path / "model") / "config.json"
+    flags = ("--model", str(file.parent), "--kv-memory", "256MiB")
+    engine, second = (Service("engine", flags, "127.0.0.1:1", replica=each) for each in (1, 2))
+    tokenizer = Service("tokenizer", flags[:2], "127.0.0.1:2")
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"vocab_size": 65_536}))
+    usual, of_second = needed_memory([tokenizer, engine]), needed_memory([second])
+    file.write_text(json.dumps(config | {"vocab_size": 262_144}))
+    assert needed_memory([tokenizer, engine]) - usual > 2**29
+    assert needed_memory([second]) == of_second, "tokenizers that all engines share"
 
 
 def _copy(model: Path, target: Path) -> Path:
