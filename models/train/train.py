@@ -6,6 +6,8 @@ repeat only when the shards are exhausted.
 
     python train.py --shards shards-512 --state state.pt
     python train.py --shards shards-512 --long-shards shards-2048 --state state.pt --decay-steps 600
+
+With --from, a new state starts from the weights of an exported checkpoint.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from types import FrameType
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from model import CausalModel, ModelShape
@@ -57,10 +60,14 @@ def read_rows(folder: Path, skip: int) -> Iterator[Tensor]:
 
 
 def learning_rate_factor(step: int, decay_start: int | None, decay_steps: int) -> float:
-    """Return the factor: warm-up from 0, then 1, then linear decay to 0."""
+    """Return the factor: warm-up from 0, then 1, then linear decay to 0.
+
+    A decay that starts at step 0, from the weights of a checkpoint, has its warm-up within it.
+    """
+    warmup = min(1.0, (step + 1) / WARMUP_STEPS)
     if decay_start is None:
-        return min(1.0, (step + 1) / WARMUP_STEPS)
-    return max(0.0, 1.0 - (step - decay_start) / decay_steps)
+        return warmup
+    return warmup * max(0.0, 1.0 - (step - decay_start) / decay_steps)
 
 
 def save_state(
@@ -78,9 +85,16 @@ def save_state(
     os.replace(temporary, path)
 
 
-def load_state(path: Path, model: CausalModel, optimizers: list[torch.optim.Optimizer]) -> Progress:
-    """Restore model and optimizers from the state file, if there is one."""
+def load_state(
+    path: Path,
+    model: CausalModel,
+    optimizers: list[torch.optim.Optimizer],
+    checkpoint: Path | None,
+) -> Progress:
+    """Restore model and optimizers from the state file; without one, `checkpoint`'s weights."""
     if not path.exists():
+        if checkpoint is not None:
+            model.load_state_dict(load_file(checkpoint / "model.safetensors"))
         return Progress()
     state = torch.load(path)
     model.load_state_dict(state["model"])
@@ -102,7 +116,7 @@ def train(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     model = CausalModel(ModelShape())
     optimizers = make_optimizers(model, arguments.matrix_lr, arguments.other_lr)
-    progress = load_state(arguments.state, model, optimizers)
+    progress = load_state(arguments.state, model, optimizers, arguments.checkpoint)
     if progress.shards != arguments.shards.name:
         progress.shards, progress.rows_read, progress.long_rows_read = arguments.shards.name, 0, 0
     if arguments.decay_steps and progress.decay_start is None:
@@ -125,7 +139,7 @@ def train(arguments: argparse.Namespace) -> None:
     while progress.step < last_step and not stopping:
         began = time.monotonic()
         factor = learning_rate_factor(progress.step, progress.decay_start, arguments.decay_steps)
-        set_learning_rates(optimizers, factor)
+        set_learning_rates(optimizers, arguments.peak * factor)
         is_long = arguments.long_shards is not None and progress.step % arguments.long_every == 0
         rows = long if is_long else short
         piece = arguments.piece if progress.step % PIECES_EVERY == 1 else None
@@ -148,7 +162,7 @@ def train(arguments: argparse.Namespace) -> None:
             "step": progress.step,
             "loss": round(loss, 4),
             "norm": round(float(norm), 3),
-            "rate": round(factor, 4),
+            "rate": round(arguments.peak * factor, 4),
             "tokens": progress.tokens,
             "per_second": round(tokens / seconds),
             "seconds": round(progress.seconds),
@@ -206,6 +220,12 @@ def main() -> None:
     parser.add_argument("--long-every", type=int, default=6, help="interval of long steps")
     parser.add_argument("--state", type=Path, required=True, help="state file, made or continued")
     parser.add_argument(
+        "--from",
+        type=Path,
+        dest="checkpoint",
+        help="exported folder to start from while there is no state file",
+    )
+    parser.add_argument(
         "--steps", type=int, default=1_000_000, help="last step of the stable phase"
     )
     parser.add_argument(
@@ -213,6 +233,7 @@ def main() -> None:
     )
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens an optimizer step")
     parser.add_argument("--micro-tokens", type=int, default=8192, help="tokens a forward pass")
+    parser.add_argument("--peak", type=float, default=1.0, help="factor on both learning rates")
     parser.add_argument("--matrix-lr", type=float, default=0.02, help="peak learning rate of Muon")
     parser.add_argument("--other-lr", type=float, default=0.003, help="peak learning rate of AdamW")
     parser.add_argument(
