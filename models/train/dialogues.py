@@ -1,4 +1,4 @@
-"""Synthetic conversations: requests for functions, tool calls, JSON answers and small talk.
+"""Synthetic conversations: requests for functions, tool calls, JSON answers and short exchanges.
 
 All are rendered with the checkpoint's chat template, so that training text and served prompts are
 identical byte for byte.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from small_talk import exchange, small_talk
 from tools import TOOLS, UNRELATED_ANSWERS, JsonValue, Tool
 from words import WORDS
 
@@ -132,25 +133,21 @@ def _basic_functions() -> list[tuple[str, str, str]]:
     return found
 
 
-@cache
-def _small_talk() -> list[tuple[list[str], list[str]]]:
-    entries = json.loads(Path(__file__).with_name("small_talk.json").read_text())
-    return [(entry["questions"], entry["answers"]) for entry in entries]
-
-
 def basic_dialogue(rng: random.Random) -> str:
-    """Make a request for a well-known small function, or small talk."""
-    if rng.random() < 0.3:
-        questions, answers = rng.choice(_small_talk())
-        turns = [
-            Message("user", rng.choice(questions)),
-            Message("assistant", rng.choice(answers)),
-        ]
-        return render([*_system(rng), *turns])
+    """Make a request for a well-known small function."""
     name, request, source = rng.choice(_basic_functions())
     ask = rng.choice(_ASK_FOR_BASIC).format(request=request, name=name)
     answer = f"```python\n{source}\n```"
     return render([*_system(rng), Message("user", ask), Message("assistant", answer)])
+
+
+def talk_dialogue(rng: random.Random) -> str:
+    """Make a conversation of one to three short exchanges in words, without tools."""
+    turns = _system(rng)
+    for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3))):
+        question, answer = exchange(rng)
+        turns += [Message("user", question), Message("assistant", answer)]
+    return render(turns)
 
 
 def tool_dialogue(rng: random.Random) -> str:
@@ -158,8 +155,8 @@ def tool_dialogue(rng: random.Random) -> str:
     offered = rng.sample(TOOLS, rng.choice((1, 1, 2, 2, 3, 4)))
     schemas = [tool.schema() for tool in offered]
     opening = [Message("system", rng.choice(_SYSTEM_PROMPTS))] if rng.random() < 0.4 else []
-    if rng.random() < 0.15:
-        question, answer = rng.choice(UNRELATED_ANSWERS)
+    if rng.random() < 0.18:
+        question, answer = rng.choice((rng.choice(UNRELATED_ANSWERS), small_talk(rng)))
         return render([*opening, Message("user", question), Message("assistant", answer)], schemas)
     tool: Tool = rng.choice(offered)
     request, arguments = tool.request(rng)

@@ -30,9 +30,18 @@ from dialogues import (
     function_dialogues,
     json_dialogue,
     json_document,
+    talk_dialogue,
     tool_dialogue,
 )
-from tokenizer import END_OF_TEXT, FILE_SEPARATOR, FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX, REPO_NAME
+from tokenizer import (
+    END_OF_TEXT,
+    FILE_SEPARATOR,
+    FIM_MIDDLE,
+    FIM_PREFIX,
+    FIM_SUFFIX,
+    IM_START,
+    REPO_NAME,
+)
 
 SEED = 7
 FUNCTION_DIALOGUE_FILES = 0.5
@@ -47,24 +56,27 @@ _INFILLED_NODES = (
     *(ast.Call, ast.BinOp, ast.Compare, ast.ListComp, ast.Subscript),
     *(ast.Return, ast.Assign),
 )
+_DIALOGUES = ("functions", "basics", "talk", "tools", "json")
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Shares of tokens of each kind of sample; left-to-right files take the remainder."""
+    """Shares of tokens of each kind of dialogue; files and their infilling take the remainder."""
 
-    infill: float = 0.46
     functions: float = 0.06
-    basics: float = 0.012
+    basics: float = 0.008
+    talk: float = 0.03
     tools: float = 0.03
     json: float = 0.02
 
     def with_dialogues(self, factor: float) -> Mixture:
-        """Return the mixture with `factor` times the dialogues."""
-        scaled = {
-            name: getattr(self, name) * factor for name in ("functions", "basics", "tools", "json")
-        }
+        """Return the mixture with `factor` times the share of each kind of dialogue."""
+        scaled = {name: getattr(self, name) * factor for name in _DIALOGUES}
         return replace(self, **scaled)
+
+    def shares(self) -> list[float]:
+        """Return the shares in `_DIALOGUES`' order."""
+        return [getattr(self, name) for name in _DIALOGUES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +179,11 @@ class Encoder:
     def __init__(self, path: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(path))
         start = self._tokenizer.token_to_id(END_OF_TEXT)
+        turn = self._tokenizer.token_to_id(IM_START)
         assert start is not None
+        assert turn is not None
         self._start = start
+        self.turn = turn
 
     def samples(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text as one sample."""
@@ -203,7 +218,7 @@ def file_samples(
 def synthetic_samples(
     records: Sequence[dict[str, str]], rng: random.Random, encoder: Encoder
 ) -> list[list[list[int]]]:
-    """Make samples of `functions`, `basics`, `tools` and `json`, more than a shard needs."""
+    """Make samples of each kind of dialogue, more than a shard needs, in `_DIALOGUES`' order."""
     functions: list[str] = []
     for record in records:
         if rng.random() < FUNCTION_DIALOGUE_FILES:
@@ -211,11 +226,12 @@ def synthetic_samples(
             functions += rng.sample(dialogues, min(MAX_DIALOGUES_A_FILE, len(dialogues)))
     rng.shuffle(functions)
     basics = [basic_dialogue(rng) for _ in range(900)]
+    talk = [talk_dialogue(rng) for _ in range(16_000)]
     tools = [tool_dialogue(rng) for _ in range(900)]
     documents = [
         json_dialogue(rng) if rng.random() < 0.6 else json_document(rng) for _ in range(1400)
     ]
-    return [encoder.samples(texts) for texts in (functions, basics, tools, documents)]
+    return [encoder.samples(texts) for texts in (functions, basics, talk, tools, documents)]
 
 
 def _take(samples: list[list[int]], tokens: float, longest: int) -> list[list[int]]:
@@ -230,11 +246,13 @@ def _take(samples: list[list[int]], tokens: float, longest: int) -> list[list[in
 
 
 def pack(
-    samples: list[list[int]], files: list[list[int]], length: int
+    samples: list[list[int]], files: list[list[int]], length: int, turn: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.uint16]]:
     """Pack rows of `length` ids: whole samples, then file text to the end of the row.
 
-    A file that continues in the next row repeats its first id, <|endoftext|>.
+    A file that continues in the next row repeats its first id, <|endoftext|>. Every second row
+    starts with its conversations, samples whose second id is `turn`: a served conversation has
+    nothing before it.
     """
     rows: list[list[int]] = []
     stream = iter(files)
@@ -243,14 +261,17 @@ def pack(
     per_row = len(samples) / (total / length)
     position, credit = 0, 0.0
     while True:
-        row: list[int] = []
+        whole: list[list[int]] = []
+        room = length
         credit += per_row
-        while (
-            credit >= 1 and position < len(samples) and len(row) + len(samples[position]) <= length
-        ):
-            row += samples[position]
+        while credit >= 1 and position < len(samples) and len(samples[position]) <= room:
+            whole.append(samples[position])
+            room -= len(samples[position])
             position += 1
             credit -= 1
+        if len(rows) % 2:
+            whole.sort(key=lambda sample: sample[1] != turn)
+        row = list(itertools.chain(*whole))
         while len(row) < length:
             if not rest:
                 rest = next(stream, [])
@@ -283,19 +304,15 @@ def write_shard(job: ShardJob) -> int:
         file, cuts = file_samples(record, job.length, rng, encoder)
         files += [file] if file else []
         infills += cuts
-    rng.shuffle(infills)
-    mixture = job.mixture
-    plain = sum(map(len, files))
-    rest = 1 - mixture.infill - mixture.functions - mixture.basics - mixture.tools - mixture.json
-    total = plain / rest
-    kinds = zip(
-        [infills, *synthetic_samples(job.records, rng, encoder)],
-        [mixture.infill, mixture.functions, mixture.basics, mixture.tools, mixture.json],
-        strict=True,
-    )
-    samples = [sample for kind, share in kinds for sample in _take(kind, share * total, job.length)]
+    samples = [cut for cut in infills if len(cut) < job.length]
+    shares = job.mixture.shares()
+    total = sum(map(len, itertools.chain(files, samples))) / (1 - sum(shares))
+    kinds = zip(synthetic_samples(job.records, rng, encoder), shares, strict=True)
+    samples += [
+        dialogue for kind, share in kinds for dialogue in _take(kind, share * total, job.length)
+    ]
     rng.shuffle(samples)
-    rows = pack(samples, files, job.length)
+    rows = pack(samples, files, job.length, encoder.turn)
     row_order = np.random.default_rng(job.seed).permutation(len(rows))
     temporary = job.out.with_suffix(".tmp.npy")
     np.save(temporary, rows[row_order])
@@ -308,6 +325,8 @@ def shard_jobs(arguments: argparse.Namespace) -> Iterator[ShardJob]:
     records = [json.loads(line) for line in arguments.corpus.open()]
     random.Random(SEED).shuffle(records)
     mixture = Mixture().with_dialogues(arguments.dialogues)
+    if arguments.talk is not None:
+        mixture = replace(mixture, talk=arguments.talk)
     batch: list[dict[str, str]] = []
     size = index = 0
     for record in records:
@@ -333,6 +352,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens a row")
     parser.add_argument(
         "--dialogues", type=float, default=1.0, help="factor on the share of dialogues"
+    )
+    parser.add_argument(
+        "--talk", type=float, help="share of short exchanges, instead of 0.03 x dialogues"
     )
     parser.add_argument(
         "--shard-megabytes", type=float, default=4.0, help="file text behind one shard"
