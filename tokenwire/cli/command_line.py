@@ -28,7 +28,7 @@ from tokenwire.cli import (
     usage,
 )
 from tokenwire.cli.arguments import tls_of
-from tokenwire.cli.config_file import ConfigError, ConfigFile, read_config
+from tokenwire.cli.config_file import CLIENT, ConfigError, ConfigFile, read_config
 from tokenwire.cli.model_argument import DownloadError
 from tokenwire.cli.output import discard_output, print_error
 from tokenwire.errors import ServiceError
@@ -69,11 +69,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command. Raises ConfigError for a wrong file."""
+    """Return the options of a command. Raises ConfigError if it needs a file that is wrong."""
     file, given = read_config(arguments)
     options: argparse.Namespace = _parser(file).parse_args(given)
     options.given = given[1:]
+    if file.error is not None and _needs_file(options):
+        raise file.error
     return options
+
+
+def _needs_file(options: argparse.Namespace) -> bool:
+    """Return whether a command takes settings of the file, and does not show them itself."""
+    flags = (each.name.rpartition(".")[2] for each in CLIENT)
+    return any(hasattr(options, flag) for flag in flags) and not hasattr(options, "config_file")
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -81,6 +81,8 @@ class ConfigFile:
     entries: Mapping[str, Entry] = field(default_factory=dict)
     applied: dict[str, Entry] = field(default_factory=dict)
     """Entries by the variable that has the value"""
+    error: ConfigError | None = None
+    """Why the file can't be used; a command that needs no settings works all the same"""
 
     def apply(self, settings: Iterable[Setting]) -> None:
         """Set the variables that the environment does not have. Raises ConfigError."""
@@ -122,15 +124,19 @@ class ConfigFile:
 
 
 def read_config(arguments: Sequence[str]) -> tuple[ConfigFile, list[str]]:
-    """Return the file that applies, and the arguments without --config. Raises ConfigError.
+    """Return the file that applies, and the arguments without --config.
 
-    The table `client` is applied already.
+    The table `client` is applied already. Raises ConfigError for --config without a file's name.
     """
     named, others = _taken(arguments)
-    path = _find(named)
-    file = ConfigFile(None) if path is None else ConfigFile(path, _entries(path))
-    file.require_known(CLIENT, _CLIENT)
-    file.apply(CLIENT)
+    file = ConfigFile(_find(named))
+    try:
+        if file.path is not None:
+            file.entries = _entries(file.path)
+        file.require_known(CLIENT, _CLIENT)
+        file.apply(CLIENT)
+    except ConfigError as error:
+        file.error = error
     return file, others
 
 
@@ -165,13 +171,16 @@ def _find(named: str | None) -> Path | None:
 
 def _entries(path: Path) -> dict[str, Entry]:
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
+        text = data.decode()
         content = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from None
-    except ValueError as error:  # of TOML, or of UTF-8
-        why = str(error).rstrip(".")
-        raise ConfigError(f"{path} is wrong: {why}.") from None
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: the text is not UTF-8.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_complaint(path, text, str(error))) from None
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply.") from None
     entries = {}
@@ -187,6 +196,19 @@ def _entries(path: Path) -> dict[str, Entry]:
             name = f"{prefix}{key.replace('-', '_')}"
             entries[name] = Entry(value, _line(text, key, within=bool(prefix)))
     return entries
+
+
+def _complaint(path: Path, text: str, why: str) -> str:
+    """Return the parser's complaint with the place in front. why: it ends with the place."""
+    match = re.fullmatch(
+        r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", why, re.DOTALL
+    )
+    if match is None:
+        return f"{path} is wrong: {why.rstrip('.')}."
+    lines = text.splitlines()
+    line = match[2] or len(lines)
+    column = match[3] or len(lines[-1]) + 1
+    return f"{path}:{line}:{column}: this is no TOML: {match[1]}."
 
 
 def _line(text: str, key: str, *, within: bool) -> int:

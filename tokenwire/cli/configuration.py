@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tokenwire.cli.arguments import KEY_VARIABLE, Commands, add_command, add_json
 from tokenwire.cli.config_file import CLIENT, ConfigFile, Setting
-from tokenwire.cli.output import print_json
+from tokenwire.cli.output import print_error, print_json
 from tokenwire.cli.serve import add_flags
 from tokenwire.cli.table import print_table
 from tokenwire.flag_parser import FlagParser
@@ -46,13 +46,21 @@ async def _config(options: argparse.Namespace) -> int:
     rows = [*_of_serve(options, file), *_of_client(file)]
     if options.json:
         settings = {row.name: {"value": row.value, "source": row.source} for row in rows}
-        print_json({"file": None if file.path is None else str(file.path), "settings": settings})
+        error = {} if file.error is None else {"error": str(file.error)}
+        path = None if file.path is None else str(file.path)
+        print_json({"file": path, **error, "settings": settings})
+    else:
+        print(f"file: {file.path or 'none (see docs/running.md)'}\n")
+        print_table(
+            ("SETTING", "VALUE", "SOURCE"),
+            [(row.name, row.value or "-", row.source) for row in rows],
+        )
+    if file.error is None:
         return 0
-    print(f"file: {file.path or 'none (see docs/running.md)'}\n")
-    print_table(
-        ("SETTING", "VALUE", "SOURCE"), [(row.name, row.value or "-", row.source) for row in rows]
-    )
-    return 0
+    if not options.json:
+        print()
+    print_error(f"{file.error} Commands that need settings refuse to run until this is mended.")
+    return 2
 
 
 def _of_serve(options: argparse.Namespace, file: ConfigFile) -> Iterator[_Shown]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from services.common.log_text import LOG_FORMATS
 from services.common.model_files.keep_alive import DEFAULT_KEEP_ALIVE
 from tokenwire.cli.arguments import Commands, add_command, amount_of_memory, keep_alive
-from tokenwire.cli.config_file import ConfigFile
+from tokenwire.cli.config_file import ConfigError, ConfigFile
 from tokenwire.cli.model_argument import MODEL_HELP, add_download, provide_model
 from tokenwire.cli.output import print_error
 from tokenwire.flag_parser import FlagParser
@@ -154,7 +154,10 @@ def _complete(file: ConfigFile, serve: FlagParser) -> None:
 
     settings = serve_settings(serve)
     add_service_flags(serve)
-    apply_settings(file, settings)
+    try:
+        apply_settings(file, settings)
+    except ConfigError as error:  # --help works all the same
+        file.error = file.error or error
 
 
 def _folders(stated: list[str] | None) -> tuple[Path, ...] | None:

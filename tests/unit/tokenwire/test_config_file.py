@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,16 +108,46 @@ def test_file_is_that_of_the_flag_the_variable_the_folder_or_the_user(folder: Pa
         ("[client]\ntarge = 'x'", "bad.toml:2: there is no setting client.targe"),
         ("[server]\nport = 1", "there is no table [server]"),
         ("client = 1", "client must be a table"),
-        ("port = ", "bad.toml is wrong"),
+        ("a = 1\nport = \n", "bad.toml:2:8: this is no TOML: Invalid value."),
+        ("a = 1\nb = [", "bad.toml:2:6: this is no TOML: Invalid value."),
+        ("a = 1\nb = 'ü'".encode("latin-1"), "bad.toml:2: the text is not UTF-8."),
     ],
 )
-def test_wrong_file_is_refused_in_one_sentence(folder: Path, text: str, reason: str) -> None:
-    (folder / "bad.toml").write_text(text)
-    result = tokenwire("serve", "--config", "bad.toml", "--help")
+def test_wrong_file_is_refused_in_one_sentence(
+    folder: Path, text: str | bytes, reason: str
+) -> None:
+    (folder / "bad.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    result = tokenwire("serve", "--config", "bad.toml")
     assert result.returncode == 2
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert reason in line
+
+
+@pytest.mark.parametrize("text", ["port = ", "port = 'x'", "[client]\ntarge = 'x'"])
+def test_wrong_file_stops_only_commands_that_need_settings(folder: Path, text: str) -> None:
+    """Help, and the list of models, must be there for those who look for the mistake."""
+    (folder / "tokenwire.toml").write_text(text)
+    assert tokenwire("--version").stdout.startswith("tokenwire ")
+    for arguments in (("--help",), ("serve", "--help"), ("models", "--help"), ("list",)):
+        result = tokenwire(*arguments, HF_HOME=str(folder))
+        assert result.returncode == 0, arguments
+        assert "tokenwire.toml" not in result.stderr, arguments
+    result = tokenwire("serve")
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"tokenwire: {folder / 'tokenwire.toml'}:")
+
+
+def test_config_shows_the_mistake_of_a_file_beside_the_settings(folder: Path) -> None:
+    (folder / "tokenwire.toml").write_text("port = 1\nhost: 'a'\n")
+    result = tokenwire("config", TOKENWIRE_SERVE_PORT="9004")
+    assert result.returncode == 2
+    assert f"file: {folder / 'tokenwire.toml'}" in result.stdout
+    assert re.search(r"^port +9004 +variable TOKENWIRE_SERVE_PORT$", result.stdout, re.MULTILINE)
+    assert "tokenwire.toml:2:5: this is no TOML" in result.stderr
+    as_json = json.loads(tokenwire("config", "--json").stdout)
+    assert "tokenwire.toml:2:5: this is no TOML" in as_json["error"]
+    assert as_json["settings"]["port"] == {"value": "8000", "source": "default"}
 
 
 def test_folder_of_models_that_does_not_exist_is_refused(folder: Path) -> None:
