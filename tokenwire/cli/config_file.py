@@ -43,6 +43,8 @@ class Setting:
     """Variables that hold it: one, or one for each service that has it"""
     default: str = ""
     is_switch: bool = False
+    may_be_bare: bool = False
+    """True for a flag that may stand without a value, which is `true` in the file"""
     separator: str = ","
     """Text between the items of a list"""
     is_secret: bool = False
@@ -111,7 +113,7 @@ class ConfigFile:
     def _text(self, setting: Setting, entry: Entry) -> str:
         """Return the value as a variable has it."""
         value = entry.value
-        if setting.is_switch != isinstance(value, bool):
+        if setting.is_switch != isinstance(value, bool) and not setting.may_be_bare:
             wanted = "true or false" if setting.is_switch else "a text or a number"
             raise ConfigError(f"{self.place(entry)}: {setting.name} must be {wanted}.")
         if isinstance(value, bool):

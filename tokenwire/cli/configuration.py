@@ -123,9 +123,15 @@ def _value_of_flag(
     options: argparse.Namespace, setting: Setting, given: Sequence[str], flag: str, *, is_own: bool
 ) -> str:
     if is_own:
-        value = getattr(options, setting.name)
-        return str(value).lower() if isinstance(value, bool) else str(value)
+        return _written(setting, getattr(options, setting.name))
     if setting.is_switch:
         return "false" if flag.startswith("--no-") else "true"
     written = [each for each in options.service_flags if each.startswith(f"{flag}=")]
     return str(written[-1].partition("=")[2])
+
+
+def _written(setting: Setting, value: object) -> str:
+    """Return the value of a flag as the file and variables have it."""
+    if isinstance(value, list):
+        return setting.separator.join(value) or "true"
+    return str(value).lower() if isinstance(value, bool) else str(value)

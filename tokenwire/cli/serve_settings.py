@@ -24,7 +24,7 @@ WHAT_IS_SERVED: Mapping[str, Callable[[str], object]] = {
     "model_id": str,
     "chat_template": Path,
     "catalog": Path,
-    "models": lambda text: [text],
+    "models": lambda text: {"true": [""], "false": None}.get(text, [text]),
 }
 """Settings that belong together, with the form that their flags have: one flag replaces all"""
 _OTHER_VARIABLES = {"limits_url": "TOKENWIRE_LIMITS_URL"}
@@ -88,6 +88,7 @@ def _own(action: argparse.Action) -> ServeSetting:
         (variable_of(name),),
         "" if action.default is None else str(action.default),
         is_switch=isinstance(action.default, bool),
+        may_be_bare=action.nargs == "?" and bool(action.option_strings),
         separator=os.pathsep if is_list else ",",
         is_secret=name in _SECRETS,
     )

@@ -194,3 +194,23 @@ def test_model_on_the_command_line_replaces_all_that_the_file_says_of_models(
     assert "'./one' does not exist" in tokenwire("serve").stderr
     assert "'./two' does not exist" in tokenwire("serve", "./two").stderr
     assert "catalog none.toml can't be read" in tokenwire("serve", "--catalog", "none.toml").stderr
+
+
+@pytest.mark.parametrize(("value", "other"), [("true", "manager"), ("false", "tokenizer")])
+def test_file_may_serve_the_models_of_the_hubs_cache(folder: Path, value: str, other: str) -> None:
+    """It says what the flag --models says without a folder; a message tells which one started."""
+    [port] = free_ports(1)
+    same = f"port = {port}\ntokenizer_port = {port}\nmanager_port = {port}\n"
+    (folder / "tokenwire.toml").write_text(f"models = {value}\nno_jobs = true\n{same}")
+    assert shown()["models"] == (value, f"{folder / 'tokenwire.toml'}:1")
+    result = tokenwire("serve", HF_HOME=str(folder))
+    assert result.stderr == f"tokenwire: The HTTP port and the {other} port are both {port}.\n"
+    (folder / "tokenwire.toml").write_text(f"no_jobs = true\n{same}")
+    result = tokenwire("serve", HF_HOME=str(folder), TOKENWIRE_SERVE_MODELS=value)
+    assert f"the {other} port are both" in result.stderr
+
+
+def test_config_shows_folders_of_models_as_the_file_has_them(folder: Path) -> None:
+    assert shown("--models")["models"] == ("true", "flag --models")
+    folders = shown("--models", "a", "--models", "b")["models"]
+    assert folders == (f"a{os.pathsep}b", "flag --models")
