@@ -201,6 +201,26 @@ def test_command_prints_usage_as_a_table_and_as_json(metered: Metered, tmp_path:
     assert bucket["results"][0]["api_key_name"] == "poor"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--by", "day,end"), "--by has day, model and key, not 'end'."),
+        (("--start", "x"), "--start must be a date such as 2026-01-31, or Unix seconds."),
+        (("--start", "2026-02-02", "--end", "2026-02-01"), "--end must be after --start."),
+    ],
+)
+def test_command_names_the_flag_that_the_server_refuses(
+    metered: Metered, tmp_path: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    """Its user knows no parameters of the HTTP API."""
+    key = tmp_path / "own.key"
+    key.write_text(metered.secrets["ops"])
+    command = [sys.executable, "-m", "tokenwire", "usage", "--url", metered.stack.url]
+    command += ["--key-file", str(key), *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (1, f"tokenwire: {sentence}\n")
+
+
 async def test_openai_sdk_reads_the_usage_with_an_admin_key(metered: Metered) -> None:
     url = f"{metered.stack.url}/v1"
     async with openai.AsyncOpenAI(base_url=url, admin_api_key=metered.secrets["ops"]) as sdk:

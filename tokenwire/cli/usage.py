@@ -1,9 +1,10 @@
 """The command `usage`: tokens and requests by day, model and API key."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenwire.cli.arguments import (
     Commands,
@@ -18,6 +19,9 @@ from tokenwire.cli.arguments import (
 from tokenwire.cli.output import print_error, print_json
 from tokenwire.cli.table import print_table
 
+if TYPE_CHECKING:
+    from tokenwire.cli.usage_pages import UsageError
+
 __all__ = ["add_commands"]
 
 _COLUMNS = {
@@ -28,6 +32,10 @@ _COLUMNS = {
     "output": "output_tokens",
 }
 """Field of a result by the title of its column"""
+_FLAGS = {"group_by": "--by", "start": "--start", "end": "--end"}
+"""Flag by the parameter of the query that has its value"""
+_PARAMETER = re.compile(rf"(?<![\w'])({'|'.join(_FLAGS)})(?![\w'])")
+"""A parameter's name in a sentence, outside quotation marks"""
 
 
 def add_commands(commands: Commands) -> None:
@@ -56,7 +64,7 @@ def add_commands(commands: Commands) -> None:
 
 
 async def _usage(options: argparse.Namespace) -> int:
-    from tokenwire.cli.usage_pages import read_usage
+    from tokenwire.cli.usage_pages import UsageError, read_usage
 
     asked = {"start": options.start, "end": options.end, "key": options.of, "group_by": options.by}
     query = {name: value for name, value in asked.items() if value}
@@ -65,15 +73,23 @@ async def _usage(options: argparse.Namespace) -> int:
     if key := key_for(options.url, options):
         headers.append(("authorization", f"Bearer {key}"))
     context = None if tls is None else tls.context()
-    buckets = await read_usage(options.url.rstrip("/"), query, headers, context)
-    if isinstance(buckets, str):
-        print_error(buckets)
+    try:
+        buckets = await read_usage(options.url.rstrip("/"), query, headers, context)
+    except UsageError as error:
+        print_error(_sentence(error))
         return 1
     if options.json:
         print_json({"object": "page", "data": buckets, "has_more": False, "next_page": None})
     else:
         _print_table(buckets, {name.strip() for name in options.by.split(",")})
     return 0
+
+
+def _sentence(error: "UsageError") -> str:
+    """Return the message of an error, with the flag in place of the parameter at fault."""
+    if error.parameter not in _FLAGS:
+        return str(error)
+    return _PARAMETER.sub(lambda match: _FLAGS[match[1]], str(error))
 
 
 def _print_table(buckets: list[Any], by: set[str]) -> None:

@@ -8,10 +8,19 @@ from urllib.parse import urlencode
 
 import httpcore
 
-__all__ = ["read_usage"]
+__all__ = ["UsageError", "read_usage"]
 
 _OK = 200
 _SECONDS = 30.0
+
+
+class UsageError(Exception):
+    """The usage can't be read. The message is one sentence."""
+
+    def __init__(self, message: str, parameter: str = "") -> None:
+        """parameter: that of the query which the server refuses."""
+        super().__init__(message)
+        self.parameter = parameter
 
 
 async def read_usage(
@@ -19,14 +28,12 @@ async def read_usage(
     query: Mapping[str, str],
     headers: list[tuple[str, str]],
     tls: ssl.SSLContext | None,
-) -> list[Any] | str:
-    """Return the buckets of all pages, or the reason for none."""
+) -> list[Any]:
+    """Return the buckets of all pages. Raises UsageError."""
     asked, buckets = dict(query), []
     async with httpcore.AsyncConnectionPool(tls) as pool:
         while True:
             page = await _page(pool, url, asked, headers)
-            if isinstance(page, str):
-                return page
             buckets += page["data"]
             if not page["has_more"]:
                 return buckets
@@ -38,8 +45,8 @@ async def _page(
     url: str,
     query: Mapping[str, str],
     headers: list[tuple[str, str]],
-) -> dict[str, Any] | str:
-    """Return a page of usage, or the reason for none."""
+) -> dict[str, Any]:
+    """Return a page of usage. Raises UsageError."""
     timeouts = dict.fromkeys(("connect", "read", "write", "pool"), _SECONDS)
     try:
         reply = await pool.request(
@@ -50,12 +57,14 @@ async def _page(
         )
         answer: dict[str, Any] = json.loads(reply.content)
     except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
-        return f"{url} does not answer: {error or type(error).__name__}."
+        raise UsageError(f"{url} does not answer: {error or type(error).__name__}.") from None
     except ValueError:
-        return f"{url} is no server of this kind: its answer is not JSON."
+        message = f"{url} is no server of this kind: its answer is not JSON."
+        raise UsageError(message) from None
     if reply.status == _OK:
         return answer
     try:
-        return str(answer["error"]["message"])
-    except (KeyError, TypeError):
-        return f"{url} answers with status {reply.status}."
+        message, parameter = answer["error"]["message"], answer["error"].get("param")
+    except (AttributeError, KeyError, TypeError):
+        raise UsageError(f"{url} answers with status {reply.status}.") from None
+    raise UsageError(str(message), str(parameter or ""))
