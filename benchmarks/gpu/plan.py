@@ -93,6 +93,20 @@ PARTS: Sequence[Part] = (
         {"model": "8b", "weights": "full"},
     ),
     Part(
+        "delivery 8b",
+        f"{_HERE}.delivery:measure_delivery",
+        70,
+        "How much of the loop's speed reaches clients of an 8B model over HTTP?",
+        {"model": "8b"},
+    ),
+    Part(
+        "delivery 1b",
+        f"{_HERE}.delivery:measure_delivery",
+        50,
+        "How much of the loop's speed reaches clients of a 1B model over HTTP?",
+        {"model": "1b"},
+    ),
+    Part(
         "adapters",
         f"{_HERE}.adapters:measure_adapters",
         35,
@@ -181,6 +195,13 @@ PARTS: Sequence[Part] = (
         35,
         "Where does the time of a 1B model go, under loads of all kinds?",
         {"model": "1b"},
+    ),
+    Part(
+        "nano-vllm",
+        f"{_HERE}.nano_vllm:measure_nano_vllm",
+        150,
+        "How fast is nano-vllm beside our engine, with a model of Qwen3 8B's shape?",
+        is_alone=True,
     ),
     *(
         Part(

@@ -20,6 +20,8 @@ from benchmarks.results import now
 
 __all__ = ["Limits", "Session"]
 
+_MOST_FAILED_STARTS = 2
+"""Number of processes in a row that may fail before they are ready"""
 _LOG_CHARACTERS = 3000
 """How much of the log's end goes into the report with a part that hangs or dies"""
 
@@ -56,7 +58,7 @@ class Session:
         arguments: Sequence[str],
         limits: Limits,
         *,
-        has_estimates: bool,
+        has_estimates: bool = True,
     ) -> None:
         """folder: where the report goes; arguments: those of the worker.
 
@@ -71,6 +73,7 @@ class Session:
         self._end = time.monotonic() + limits.total
         self._clocks = Clocks()
         self._worker: WorkerProcess | None = None
+        self._failed_starts = 0
         self.report = Report(now(), _commit(), limits.total / 60)
 
     def run(self) -> Report:
@@ -84,6 +87,10 @@ class Session:
                     self._run(part, log)
             except _Cut:
                 self._leave_out_rest("a signal ended the check")
+            except SystemExit as reason:
+                self.report.parts.pop()
+                self._leave_out_rest(str(reason))
+                raise
             finally:
                 self._clocks.stop()
                 self._end_worker()
@@ -145,10 +152,14 @@ class Session:
 
         Raises SystemExit if it can't run any part.
         """
+        if self._failed_starts == _MOST_FAILED_STARTS:
+            raise SystemExit(f"no process starts; {log.name} says why")
         self._worker = WorkerProcess(self._arguments, log)
+        self._failed_starts += 1
         message = next(self._worker.messages(self._deadline(self._limits.start)))
         if message["kind"] == "unusable":
             raise SystemExit(message["reason"])
+        self._failed_starts = 0
         self.report.machine |= message["machine"] | card()
 
     def _deadline(self, seconds: float) -> float:

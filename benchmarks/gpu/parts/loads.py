@@ -67,9 +67,10 @@ def complete(
     prompts: Sequence[Sequence[int]],
     output: int,
     *,
+    temperature: float = 0.0,
     adapters: Mapping[int, int] = MappingProxyType({}),
 ) -> Run:
-    """Complete prompts that come at once, greedily, with an empty prefix cache.
+    """Complete prompts that come at once, with an empty prefix cache.
 
     adapters: number of the adapter of a prompt, by its index; 0 = the model alone.
     """
@@ -80,7 +81,7 @@ def complete(
     for index, prompt in enumerate(prompts):
         request = partial(AddRequest, adapter=adapters.get(index, 0))
         with patch.object(engine_module, "AddRequest", request):
-            engine.submit(prompt, max_tokens=output, temperature=0.0, ignore_eos=True)
+            engine.submit(prompt, max_tokens=output, temperature=temperature, ignore_eos=True)
     while left:
         made = 0
         for event in engine.step():

@@ -130,6 +130,15 @@ def test_signal_keeps_what_was_found_and_names_the_rest(tmp_path: Path) -> None:
     assert page.read_text().strip() in output
 
 
+def test_check_on_a_machine_without_a_card_says_so(tmp_path: Path) -> None:
+    arguments = ["--checkpoints", str(tmp_path), "--bundle", str(tmp_path / "none")]
+    session_ = Session([part("count", to=1)], tmp_path, arguments, Limits(300))
+    with pytest.raises(SystemExit, match="torch finds no CUDA device"):
+        session_.run()
+    (left_out,) = saved(tmp_path)["parts"]
+    assert left_out["failure"] == "torch finds no CUDA device; --dry needs none"
+
+
 def test_what_passed_is_known_from_a_report(tmp_path: Path) -> None:
     """A second loan goes on where the first one ended."""
     parts = [part("fail"), part("exceed"), part("lack"), part("count", to=1)]
