@@ -182,6 +182,8 @@ class CheckedRequest:
     resume: Sequence[Resume]
     constrained: bool
     """True if sequence i draws through the masks of matcher (handle, i)"""
+    prediction: Sequence[int] = ()
+    """Tokens that the client expects as the answer; empty = it states none"""
     images: Mapping[int, Sequence[PlacedImage]] = field(default_factory=dict)
     """Images in order, by prompt index"""
     instructions: Mapping[int, int] = field(default_factory=dict)

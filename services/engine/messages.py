@@ -20,6 +20,7 @@ __all__ = [
     "CacheFlushed",
     "CancelRequest",
     "Command",
+    "DraftCount",
     "DraftTokens",
     "Embedded",
     "FinishCause",
@@ -277,6 +278,19 @@ class Finished:
     completion_tokens: int
 
 
+class DraftCount(NamedTuple):
+    """Draft tokens of one source."""
+
+    source: str
+    """Value of `DraftKind`"""
+    drafts: int
+    """Number of drafts that steps computed"""
+    drafted: int
+    """Number of their tokens"""
+    accepted: int
+    """Number of tokens among them that became tokens of the output"""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestDone:
     """All sequences of a request have ended. Terminal."""
@@ -288,6 +302,8 @@ class RequestDone:
     queue_seconds: float
     prefill_seconds: float
     decode_seconds: float
+    drafts: Sequence[DraftCount] = ()
+    """Draft tokens of the request"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +365,8 @@ class LoadSnapshot(NamedTuple):
     """Steps since the start"""
     pools: tuple[PoolUse, ...] = ()
     """Use of each cache group"""
+    drafts: tuple[DraftCount, ...] = ()
+    """Drafts since the start"""
 
 
 class CacheChange(NamedTuple):

@@ -120,9 +120,10 @@ class EngineSettings(StreamSettings, PeerSettings, ReportSettings, CheckpointSet
         least=1.01,
     )
     speculate: str = setting(
-        "off",
-        "Draft tokens from repetitions in the sequence; the output stays the same.",
-        choices=("off", "ngram"),
+        "auto",
+        "Draft tokens, which never change the output: auto = from the answers that clients expect, "
+        "ngram = from repetitions in the sequence, too.",
+        choices=("off", "auto", "ngram"),
     )
     vision: str = setting(
         "auto",

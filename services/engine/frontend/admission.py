@@ -70,6 +70,8 @@ class Admission:
     """True if a grammar service is configured"""
     takes_images: bool = False
     """True if an image encoder runs"""
+    drafts_predictions: bool = True
+    """True if the tokens that clients expect are drafts; False = they are ignored"""
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     """Sampling where a request says nothing; None in a field = that of the API"""
 
@@ -99,6 +101,7 @@ class Admission:
             prompt_logprobs=self._width("prompt_logprobs", request),
             resume=self._resume(request, n),
             constrained=self._constrained(request),
+            prediction=self._prediction(request, n),
         )
 
     def check_embed(self, request: EmbedRequest, adapters: Container[str] = ()) -> CheckedRequest:
@@ -352,6 +355,23 @@ class Admission:
             )
             for resumed in request.resume
         ]
+
+    def _prediction(self, request: GenerateRequest, n: int) -> Sequence[int]:
+        ids = request.prediction.ids
+        if not ids:
+            return ()
+        if len(request.prompts) * n > 1:
+            raise invalid("prediction", "A prediction needs one prompt and n = 1.")
+        if request.HasField("beam_search"):
+            raise invalid("prediction", "A beam search takes no prediction: leave one of them out.")
+        if len(ids) > self.model.context_length:
+            message = (
+                f"The prediction has {len(ids)} tokens; the context has "
+                f"{self.model.context_length}."
+            )
+            raise invalid("prediction", message)
+        self._check_ids(ids, "prediction.ids")
+        return tuple(ids) if self.drafts_predictions else ()
 
     def _constrained(self, request: GenerateRequest) -> bool:
         if not request.HasField("grammar"):

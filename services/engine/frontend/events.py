@@ -18,6 +18,10 @@ from services.engine.messages import (
 from tokenwire.errors import ServiceError
 from tokenwire.pb.engine.v1.engine_pb2 import Accepted, Completed, PromptScores, SequenceFinished
 from tokenwire.pb.types.v1.types_pb2 import (
+    DRAFT_SOURCE_NGRAM,
+    DRAFT_SOURCE_PREDICTION,
+    DraftSource,
+    DraftUsage,
     DryParams,
     FinishReason,
     MirostatParams,
@@ -30,6 +34,11 @@ from tokenwire.pb.types.v1.types_pb2 import (
 
 __all__ = ["accepted", "add_scores", "completed", "finished", "prompt_scores", "refusal"]
 
+_SOURCES: dict[str, DraftSource.ValueType] = {
+    "ngram": DRAFT_SOURCE_NGRAM,
+    "prediction": DRAFT_SOURCE_PREDICTION,
+}
+"""Sources of draft tokens, by the values of `DraftKind`"""
 _FINISH: dict[FinishCause, FinishReason.ValueType] = {
     FinishCause.EOS: FinishReason.FINISH_REASON_STOP,
     FinishCause.STOP_TOKEN: FinishReason.FINISH_REASON_STOP,
@@ -87,6 +96,14 @@ def completed(done: RequestDone) -> Completed:
         queue_seconds=done.queue_seconds,
         prefill_seconds=done.prefill_seconds,
         decode_seconds=done.decode_seconds,
+        drafts=[
+            DraftUsage(
+                source=_SOURCES[each.source],
+                drafted_tokens=each.drafted,
+                accepted_tokens=each.accepted,
+            )
+            for each in done.drafts
+        ],
     )
     return Completed(usage=usage)
 

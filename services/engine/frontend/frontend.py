@@ -122,6 +122,7 @@ class Frontend:
             min(MAX_SEQUENCES, self._max_requests),
             bool(settings.grammar),
             self._images is not None,
+            settings.speculate != "off",
             model.recommended if settings.generation_config else GenerationDefaults(),
         )
         self.load = LoadSnapshot(free_blocks=model.total_blocks, total_blocks=model.total_blocks)

@@ -5,7 +5,10 @@ from prometheus_client import Counter, Gauge, Histogram
 from services.common.telemetry import INTER_TOKEN_BUCKETS, LATENCY_BUCKETS
 
 __all__ = [
+    "ACCEPTED_DRAFT_TOKENS",
     "CACHED_TOKENS",
+    "DRAFTS",
+    "DRAFT_TOKENS",
     "FINISHED",
     "FIRST_TOKEN_SECONDS",
     "GENERATED_TOKENS",
@@ -72,6 +75,13 @@ KV_FREE_BLOCKS = Gauge(
 )
 PREEMPTIONS = Counter("tokenwire_engine_preemptions", "Sequences preempted.")
 STEPS = Counter("tokenwire_engine_steps", "Steps.")
+DRAFTS = Counter("tokenwire_engine_drafts", "Drafts that steps computed.", ["source"])
+DRAFT_TOKENS = Counter("tokenwire_engine_draft_tokens", "Tokens of drafts.", ["source"])
+ACCEPTED_DRAFT_TOKENS = Counter(
+    "tokenwire_engine_accepted_draft_tokens",
+    "Tokens of drafts that became tokens of the output.",
+    ["source"],
+)
 IMAGES = Counter(
     "tokenwire_engine_images", "Images of prompts: encoded, cached or unreadable.", ["outcome"]
 )

@@ -4,7 +4,7 @@ import time
 from collections import deque
 
 from services.engine.frontend import metrics
-from services.engine.messages import FinishCause, LoadSnapshot, RequestDone
+from services.engine.messages import DraftCount, FinishCause, LoadSnapshot, RequestDone
 
 __all__ = [
     "LoadMetrics",
@@ -65,6 +65,8 @@ class LoadMetrics:
 
     def __init__(self) -> None:
         self._preemptions = self._steps = 0
+        self._drafts: dict[str, DraftCount] = {}
+        """Drafts so far, by their source"""
 
     def observe(self, load: LoadSnapshot) -> None:
         """Publish a load. Loads must arrive in order."""
@@ -78,6 +80,17 @@ class LoadMetrics:
         metrics.PREEMPTIONS.inc(load.preemptions - self._preemptions)
         metrics.STEPS.inc(load.steps - self._steps)
         self._preemptions, self._steps = load.preemptions, load.steps
+        for count in load.drafts:
+            self._observe_drafts(count)
+
+    def _observe_drafts(self, count: DraftCount) -> None:
+        source = count.source
+        known = self._drafts.get(source, DraftCount(source, 0, 0, 0))
+        if count != known:
+            metrics.DRAFTS.labels(source).inc(count.drafts - known.drafts)
+            metrics.DRAFT_TOKENS.labels(source).inc(count.drafted - known.drafted)
+            metrics.ACCEPTED_DRAFT_TOKENS.labels(source).inc(count.accepted - known.accepted)
+            self._drafts[source] = count
 
 
 class TokenLatency:

@@ -28,6 +28,9 @@ _NAMES: dict[str, MetricWrapperBase] = {
     "e2e_request_latency_seconds": metrics.REQUEST_SECONDS,
     "request_queue_time_seconds": metrics.QUEUE_SECONDS,
     "request_success": metrics.FINISHED,
+    "spec_decode_num_drafts": metrics.DRAFTS,
+    "spec_decode_num_draft_tokens": metrics.DRAFT_TOKENS,
+    "spec_decode_num_accepted_tokens": metrics.ACCEPTED_DRAFT_TOKENS,
 }
 _REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}
 """vLLM's names of finish reasons"""

@@ -11,6 +11,7 @@ from services.common.block_hash import prompt_salt
 from services.engine.checked_request import StoppingSettings
 from services.engine.loop import refusals
 from services.engine.loop.delivery import Delivery
+from services.engine.loop.draft_counts import draft_counts
 from services.engine.messages import (
     AddRequest,
     Admitted,
@@ -409,6 +410,7 @@ class RequestTable:
             queue_seconds=started - command.arrival,
             prefill_seconds=first - started,
             decode_seconds=now - first,
+            drafts=draft_counts([each.speculation.counts for each in request.sequences]),
         )
 
     # Outputs.

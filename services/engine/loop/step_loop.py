@@ -15,6 +15,7 @@ from services.engine.execution.batch_builder import DeviceTokens
 from services.engine.execution.model_runner import ModelRunner
 from services.engine.loop import refusals
 from services.engine.loop.beam_draws import BeamDraws
+from services.engine.loop.draft_counts import draft_counts
 from services.engine.loop.prompt_pooling import PromptPooling
 from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.loop.step_in_flight import StepInFlight
@@ -203,6 +204,7 @@ class StepLoop:
             preemptions=scheduler.preemptions,
             steps=self._steps,
             pools=scheduler.caches.uses(),
+            drafts=draft_counts([scheduler.drafts]),
         )
         return StepOutput(self._requests.take_outputs(), load, scheduler.caches.take_changes())
 

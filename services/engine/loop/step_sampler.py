@@ -86,10 +86,11 @@ class HeldLogits(NamedTuple):
         """True if the next step may compute the drawn token before the host has it.
 
         Otherwise the host must take the tokens first, because they verify draft tokens, or because
-        the next step can compute forced tokens behind them.
+        the next step can compute forced or expected tokens behind them.
         """
         sequence = self.sequence
-        is_followed = len(sequence.forced) > 1 and sequence.request.draws_independently
+        is_followed = len(sequence.forced) > 1 or sequence.speculation.has_prediction
+        is_followed &= sequence.request.draws_independently
         return len(self.draws) == 1 and not is_followed
 
 

@@ -1,77 +1,144 @@
 """Drafter, which chooses the draft tokens that a step computes behind the newest tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from typing import TypeAlias
 
+from services.engine.scheduling.draft_lengths import DraftLengths
 from services.engine.scheduling.sequence import TokenSequence
+from services.engine.scheduling.speculation import MOST_DRAFTED, Draft, DraftKind, DraftTotals
 from services.engine.scheduling.step_plan import SchedulerLimits
 
 __all__ = ["Drafter"]
 
-_MAX_ALONE = 15
-"""Most draft tokens of a stream that runs alone"""
 _MAX_FORCED = 16
 """Most forced tokens of one stream in a step, because each of them takes a row of logits"""
 
 
 class Drafter:
-    """Draft tokens of the running sequences: proposed by n-grams, or forced by a grammar."""
+    """Draft tokens of the running sequences: forced by a grammar, or proposed by `Speculation`."""
 
     def __init__(self, running: Sequence[TokenSequence], limits: SchedulerLimits) -> None:
         """running: the scheduler's list of running sequences."""
         self._running = running
         self._limits = limits
+        self._lengths = DraftLengths(limits.rows_at_once)
+        self._predicted = 0
+        """Number of running sequences whose client expects a text"""
+        self.totals = {kind: DraftTotals() for kind in DraftKind}
+        """Drafts since the start, by their source"""
 
-    @property
-    def width(self) -> int:
-        """Number of tokens to propose per stream, so few that the step takes little longer.
+    def enter(self, sequence: TokenSequence) -> None:
+        """Note that a sequence runs now."""
+        self._predicted += sequence.speculation.has_prediction
 
-        A step over half of the rows of a tile takes little longer than over one row: 5 % with AMX.
-        A single stream may propose more: its draft length adapts to recent acceptance.
-        """
-        if not self._limits.speculate:
-            return 0
-        streams = sum(sequence.uncomputed == 1 for sequence in self._running)
-        if streams == 1:
-            return _MAX_ALONE
-        return max(self._limits.rows_at_once // 2 - streams, 0) // max(streams, 1)
+    def leave(self, sequence: TokenSequence) -> None:
+        """Note that a sequence runs no more."""
+        self._predicted -= sequence.speculation.has_prediction
 
-    def draft(self, sequence: TokenSequence, width: int) -> list[int]:
-        """Return the draft tokens that follow a sequence's newest token."""
-        if sequence.in_flight or not sequence.request.draws_independently:
-            return []
-        if sequence.forced:
-            most = min(_MAX_FORCED, self._limits.max_logit_rows // len(self._running) - 1)
-            return list(sequence.forced[: min(most, sequence.room)])
-        if not width:
-            return []
-        if sequence.request.command.checked.constrained:
-            position, draft = sequence.speculation.reported
-            return list(draft[:width]) if position == sequence.position else []
-        return _propose(sequence, width)
+    def learn(self, rows: int, drafted: int, seconds: float) -> None:
+        """Take the time of a step without prompts. rows: its tokens, with the drafted ones."""
+        self._lengths.learn(rows, drafted, seconds)
+
+    def forced(self, sequence: TokenSequence) -> Sequence[int]:
+        """Return tokens that a grammar forces behind a sequence's newest token."""
+        if not sequence.forced or not _may_draft(sequence):
+            return ()
+        return sequence.forced[: min(_MAX_FORCED, self._most_rows, sequence.room)]
+
+    def choose(self) -> Mapping[TokenSequence, Draft]:
+        """Return the drafts of the next step: as many tokens as are expected to save time."""
+        if not self._speculates:
+            return {}
+        streams = [each for each in self._running if each.uncomputed == 1]
+        drafting = [each for each in streams if _may_draft(each) and not each.forced]
+        chosen = self._chosen(len(streams), drafting, _reported_or_proposed)
+        for sequence in drafting:
+            if sequence not in chosen:
+                sequence.speculation.skip()
+        return chosen
 
     def report(self) -> Iterator[tuple[TokenSequence, Sequence[int]]]:
         """Propose tokens for constrained sequences, which need masks before they are computed."""
-        width = self.width
-        for sequence in self._running if width else ():
-            is_new = sequence.speculation.reported[0] != sequence.position
-            is_due = is_new and sequence.mask is None and sequence.uncomputed == 1
-            if sequence.request.command.checked.constrained and is_due:
-                draft = _propose(sequence, width)
-                sequence.speculation.reported = sequence.position, draft
-                if draft:
-                    yield sequence, draft
+        if not self._speculates:
+            return
+        streams = [each for each in self._running if each.uncomputed == 1]
+        due = [
+            each
+            for each in streams
+            if each.request.command.checked.constrained
+            and each.speculation.reported[0] != each.position
+            and each.mask is None
+            and _may_draft(each)
+        ]
+        chosen = self._chosen(len(streams), due, _proposed)
+        for sequence in due:
+            draft = chosen.get(sequence)
+            sequence.speculation.reported = sequence.position, draft
+            if draft is not None:
+                yield sequence, draft.tokens
 
     def count_accepted(self, sequence: TokenSequence, draft: Sequence[int]) -> int:
         """Return how many draft tokens were drawn and computed. The newest token never counts."""
         drawn = sequence.tokens[sequence.num_computed : -1].tolist()
         pairs = zip(draft, drawn, strict=False)
         accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        sequence.speculation.learn(len(draft), accepted)
+        kind = sequence.speculation.computed
+        if kind is not None:
+            sequence.speculation.learn(kind, len(draft), accepted)
+            self.totals[kind].add(len(draft), accepted)
         return accepted
 
+    @property
+    def _speculates(self) -> bool:
+        return self._limits.speculate or self._predicted > 0
 
-def _propose(sequence: TokenSequence, width: int) -> list[int]:
-    if not sequence.request.draws_independently:
-        return []
-    return sequence.speculation.propose(sequence.tokens, min(width, sequence.room))
+    @property
+    def _most_rows(self) -> int:
+        """Most draft tokens of each sequence, so that the rows of logits of all of them fit."""
+        return self._limits.max_logit_rows // len(self._running) - 1
+
+    def _chosen(
+        self, streams: int, sequences: Sequence[TokenSequence], propose: "_Propose"
+    ) -> Mapping[TokenSequence, Draft]:
+        """Return the drafts of some of the sequences that are worth their time."""
+        most = min(MOST_DRAFTED, self._most_rows) if sequences else 0
+        best = max((each.speculation.rate for each in sequences), default=0.0)
+        if not self._lengths.may_gain(streams, best, most * len(sequences)):
+            return {}
+        looks_up = self._limits.speculate
+        found = [
+            (each, draft)
+            for each in sequences
+            if (draft := propose(each, min(most, each.room), looks_up)) is not None
+        ]
+        rated = [(s.speculation.rate_of(draft.kind), len(draft.tokens)) for s, draft in found]
+        lengths = self._lengths.choose(streams, rated)
+        return {
+            sequence: Draft(draft.kind, draft.tokens[:length])
+            for (sequence, draft), length in zip(found, lengths, strict=True)
+            if length
+        }
+
+
+_Propose: TypeAlias = Callable[[TokenSequence, int, bool], Draft | None]
+
+
+def _may_draft(sequence: TokenSequence) -> bool:
+    return not sequence.in_flight and sequence.request.draws_independently
+
+
+def _reported_or_proposed(sequence: TokenSequence, most: int, looks_up: bool) -> Draft | None:
+    """Return a draft for the next step: that of a constrained sequence must have its masks."""
+    if not sequence.request.command.checked.constrained:
+        return _proposed(sequence, most, looks_up)
+    position, draft = sequence.speculation.reported
+    if draft is None or position != sequence.position or not most:
+        return None
+    return Draft(draft.kind, draft.tokens[:most])
+
+
+def _proposed(sequence: TokenSequence, most: int, looks_up: bool) -> Draft | None:
+    if not most:
+        return None
+    return sequence.speculation.propose(sequence.tokens, most, looks_up=looks_up)

@@ -7,7 +7,7 @@ that holds most.
 """
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
 
@@ -17,6 +17,7 @@ from services.engine.scheduling.preemption import Preemption
 from services.engine.scheduling.prompt_budget import Allowance, Backlog, PromptBudget
 from services.engine.scheduling.prompt_images import PromptImages
 from services.engine.scheduling.sequence import SequenceState, TokenSequence
+from services.engine.scheduling.speculation import Draft, DraftKind, DraftTotals
 from services.engine.scheduling.step_cost import StepCost
 from services.engine.scheduling.step_plan import Chunk, SchedulerLimits, StepPlan
 from services.engine.scheduling.tenants import GENERATED_WEIGHT, Tenants
@@ -95,6 +96,11 @@ class Scheduler:
         """Number of sequences that may start if there are blocks for them."""
         return self.limits.max_running - len(self.running)
 
+    @property
+    def drafts(self) -> Mapping[DraftKind, DraftTotals]:
+        """Drafts since the start, by their source."""
+        return self._drafter.totals
+
     def fits(self, tokens: int) -> bool:
         """Return whether a sequence of `tokens` tokens can ever run."""
         return self.caches.fits(tokens)
@@ -135,6 +141,9 @@ class Scheduler:
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Update the cost model with the time of a step."""
         self._cost.learn(plan.decode_tokens, plan.prompt_tokens, seconds)
+        if not plan.prompt_tokens:
+            drafted = sum(len(chunk.draft) for chunk in plan.chunks)
+            self._drafter.learn(plan.decode_tokens, drafted, seconds)
 
     def accept(self, sequence: TokenSequence, draft: Sequence[int]) -> None:
         """Count accepted draft tokens as computed, but never the newest token.
@@ -218,7 +227,7 @@ class Scheduler:
         decodes: list[TokenSequence] = []
         drafts: list[Chunk] = []
         prompts: list[TokenSequence] = []
-        width, running = self._drafter.width, SequenceState.RUNNING
+        chosen, running = self._drafter.choose(), SequenceState.RUNNING
         has_states = self.caches.has_states
         # `running` is in order, so victims of preemption come after the sequences already planned
         for sequence in list(self.running):
@@ -235,7 +244,7 @@ class Scheduler:
             if uncomputed > 1:
                 prompts.append(sequence)
                 continue
-            draft = self._draft(sequence, width) if width or sequence.mask else []
+            draft = self._draft(sequence, chosen) if chosen or sequence.mask else ()
             self._compute(sequence, 1)
             if has_states:
                 start = self.caches.step_start(sequence)
@@ -248,12 +257,16 @@ class Scheduler:
                 decodes.append(sequence)
         return decodes, drafts, [s for s in prompts if s.state is running]
 
-    def _draft(self, sequence: TokenSequence, width: int) -> list[int]:
+    def _draft(
+        self, sequence: TokenSequence, chosen: Mapping[TokenSequence, Draft]
+    ) -> Sequence[int]:
         """Allocate blocks for a sequence's draft tokens. Return no tokens if blocks are too few."""
-        draft = self._drafter.draft(sequence, width)
-        if not draft or not self.caches.grow(sequence, sequence.length + len(draft)):
-            return []
-        return draft
+        draft = chosen.get(sequence)
+        tokens = self._drafter.forced(sequence) if draft is None else draft.tokens
+        if not tokens or not self.caches.grow(sequence, sequence.length + len(tokens)):
+            return ()
+        sequence.speculation.computed = None if draft is None else draft.kind
+        return tokens
 
     def _least(self, sequence: TokenSequence) -> int:
         """Return the fewest tokens of a prompt that a step may compute next."""
@@ -413,6 +426,7 @@ class Scheduler:
         sequence.tenant.running += 1
         sequence.request.running += 1
         insort(self.running, sequence, key=attrgetter("order"))
+        self._drafter.enter(sequence)
         return True
 
     def _leave_queue(self, sequence: TokenSequence) -> None:
@@ -423,6 +437,7 @@ class Scheduler:
 
     def _leave_place(self, sequence: TokenSequence) -> None:
         self.running.remove(sequence)
+        self._drafter.leave(sequence)
         self.caches.release(sequence)
         sequence.tenant.running -= 1
         sequence.request.running -= 1

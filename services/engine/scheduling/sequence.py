@@ -123,7 +123,7 @@ class TokenSequence:
         self.logits_hold: LogitsHold | None = None
         """Claim on logits that are held until a draw is allowed; None = no logits are held"""
 
-        self.speculation = Speculation()
+        self.speculation = Speculation(checked.prediction, self.prompt_length)
         self.penalties = Penalties(sampling, self.prompt_length) if sampling.penalises else None
         self.mirostat: Mirostat | None = None
         if sampling.mirostat is not None:
@@ -294,7 +294,7 @@ class Request:
     """True if the most likely token is all that a step must return"""
     runs_ahead: bool = field(init=False)
     """True if a draw does not depend on the token before, so that the device may draw a token
-    before the host has the previous one"""
+    before the host has the previous one. With a prediction, the host has to choose draft tokens"""
 
     def __post_init__(self) -> None:
         checked, sampling = self.command.checked, self.command.checked.sampling
@@ -315,7 +315,9 @@ class Request:
             and not checked.constrained
         )
         self.needs_no_logits = self.is_plainly_greedy and checked.logprobs is None
-        self.runs_ahead = self.draws_independently and not checked.constrained
+        self.runs_ahead = (
+            self.draws_independently and not checked.constrained and not checked.prediction
+        )
 
     @property
     def order(self) -> tuple[int, float, int]:

@@ -1,82 +1,138 @@
-"""Speculation by prompt lookup: draft tokens are the tokens that followed the same n-gram before.
+"""Speculation: draft tokens of one sequence, and how likely the next one is accepted.
 
 A step over a few more tokens costs little more than one over one token, because it reads the same
 weights. So draft tokens are computed with the newest token, and accepted if they are the tokens
 that would have been drawn anyway. The output is the same as without speculation.
-
-Saxena, "Prompt lookup decoding" (2023).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NgramIndex", "Speculation"]
+from services.engine.scheduling.predicted_text import PredictedText
+from services.engine.scheduling.prompt_lookup import NgramIndex
 
-_LONGEST, _SHORTEST = 4, 2
-"""Most and fewest tokens of an n-gram; the longest that occurred before decides"""
-_FIRST_LENGTH, _MAX_LENGTH = 4, 15
-"""Number of draft tokens at first, and largest number"""
-_PATIENCE = 4
-"""Number of rejected drafts in a row before a pause; the last of them are short"""
-_PAUSE_STEPS = 16
-"""Number of steps without a draft after too many rejected drafts in a row"""
+__all__ = ["MOST_DRAFTED", "Draft", "DraftKind", "DraftTotals", "Speculation"]
+
+MOST_DRAFTED = 15
+"""Most draft tokens of a sequence in a step"""
+_PRIOR, _PRIOR_WEIGHT = 0.6, 2.0
+"""Acceptance that is assumed at first, and the number of draft tokens that it counts as"""
+_MEMORY = 0.9
+"""Weight of earlier drafts against the newest: about ten drafts are remembered"""
+_FORGETTING = 0.98
+"""The same for a step without a draft, so that a sequence tries again after some tens of steps"""
 
 
-class NgramIndex:
-    """Latest occurrence of each n-gram in one growing sequence."""
+class DraftKind(Enum):
+    """Source of draft tokens."""
+
+    NGRAM = "ngram"
+    """Earlier occurrences of the newest tokens"""
+    PREDICTION = "prediction"
+    """The text that the client expects"""
+
+
+class Draft(NamedTuple):
+    """Proposed tokens of one sequence."""
+
+    kind: DraftKind
+    tokens: Sequence[int]
+
+
+@dataclass(slots=True)
+class DraftTotals:
+    """Numbers of drafts, of their tokens, and of the accepted ones."""
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count a draft."""
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += accepted
+
+
+class Acceptance:
+    """Share of draft tokens that were accepted lately, of those before the first rejected one."""
 
     def __init__(self) -> None:
-        self._next: dict[tuple[int, ...], int] = {}
-        """Index of the token after the latest occurrence, by n-gram"""
-        self._length = 0
+        self._accepted = self._tried = 0.0
 
-    def propose(self, tokens: npt.NDArray[np.int32], count: int) -> list[int]:
-        """Return `count` draft tokens, or none if the last tokens have not occurred before.
+    @property
+    def rate(self) -> float:
+        """Estimated probability that the next draft token is accepted."""
+        return (self._accepted + _PRIOR * _PRIOR_WEIGHT) / (self._tried + _PRIOR_WEIGHT)
 
-        tokens: int32 [length], the sequence so far. The latest occurrence of the longest n-gram
-        decides. If fewer than `count` tokens follow it, they repeat.
-        """
-        begin = max(self._length - _LONGEST, 0)
-        ids = tokens[begin:].tolist()
-        for end in range(max(self._length - begin, 1), len(ids)):
-            for run in range(_SHORTEST, min(_LONGEST, end) + 1):
-                self._next[tuple(ids[end - run : end])] = begin + end
-        self._length = len(tokens)
-        for run in range(min(_LONGEST, len(ids)), _SHORTEST - 1, -1):
-            place = self._next.get(tuple(ids[-run:]))
-            if place is not None:
-                following: list[int] = tokens[place : place + count].tolist()
-                return (following * count)[:count]
-        return []
+    def learn(self, proposed: int, accepted: int) -> None:
+        """Update the estimate with a draft."""
+        self._accepted = _MEMORY * self._accepted + accepted
+        self._tried = _MEMORY * self._tried + accepted + (accepted < proposed)
+
+    def forget(self) -> None:
+        """Move the estimate towards that of a new sequence, after a step without a draft."""
+        self._accepted *= _FORGETTING
+        self._tried *= _FORGETTING
 
 
 class Speculation:
-    """Draft state of one sequence: its draft grows with acceptance and pauses after rejections."""
+    """Draft sources of one sequence, and what became of their tokens."""
 
-    def __init__(self) -> None:
-        self.reported: tuple[int, Sequence[int]] = (-1, ())
+    def __init__(self, prediction: Sequence[int] = (), prompt_length: int = 0) -> None:
+        """prediction: tokens that the client expects as the answer behind the prompt's tokens."""
+        self.reported: tuple[int, Draft | None] = (-1, None)
         """Position and tokens of the draft whose masks were requested"""
+        self.computed: DraftKind | None = None
+        """Source of the draft that the newest step computed; None = a grammar forced its tokens"""
+        self.counts = {kind: DraftTotals() for kind in DraftKind}
+        """Drafts of the sequence, by their source"""
         self._index = NgramIndex()
-        self._length = _FIRST_LENGTH
-        self._failures = 0
-        self._pause = 0
+        self._prediction = PredictedText(prediction) if len(prediction) else None
+        self._prompt_length = prompt_length
+        self._acceptances = {kind: Acceptance() for kind in DraftKind}
 
-    def propose(self, tokens: npt.NDArray[np.int32], most: int) -> list[int]:
-        """Return at most `most` draft tokens. tokens: int32 [length], the sequence so far."""
-        if self._pause:
-            self._pause -= 1
-            return []
-        count = min(self._length, most)
-        return self._index.propose(tokens, count) if count else []
+    @property
+    def has_prediction(self) -> bool:
+        """True if the client expects a text."""
+        return self._prediction is not None
 
-    def learn(self, proposed: int, accepted: int) -> None:
-        """Adapt to the outcome of a draft."""
-        if accepted == proposed:
-            self._length = min(2 * self._length, _MAX_LENGTH)
-        elif 2 * accepted < proposed:
-            self._length = max(self._length // 2, 2)
-        self._failures = 0 if accepted else self._failures + 1
-        if self._failures > _PATIENCE:
-            self._failures, self._pause = 0, _PAUSE_STEPS
+    @property
+    def rate(self) -> float:
+        """Highest estimated probability of the sources that a draft token is accepted."""
+        kinds = DraftKind if self.has_prediction else (DraftKind.NGRAM,)
+        return max(self._acceptances[kind].rate for kind in kinds)
+
+    def rate_of(self, kind: DraftKind) -> float:
+        """Return the estimated probability that a source's next draft token is accepted."""
+        return self._acceptances[kind].rate
+
+    def propose(
+        self, tokens: npt.NDArray[np.int32], most: int, *, looks_up: bool = True
+    ) -> Draft | None:
+        """Return at most `most` draft tokens; None = there are none.
+
+        tokens: int32 [length], the sequence so far. looks_up: whether n-grams may propose tokens.
+        The expected text goes before n-grams.
+        """
+        if self._prediction is not None:
+            expected = self._prediction.propose(tokens[self._prompt_length :], most)
+            if expected:
+                return Draft(DraftKind.PREDICTION, expected)
+        found = self._index.propose(tokens, most) if looks_up else []
+        return Draft(DraftKind.NGRAM, found) if found else None
+
+    def learn(self, kind: DraftKind, proposed: int, accepted: int) -> None:
+        """Count a draft, and adapt to its outcome."""
+        self.counts[kind].add(proposed, accepted)
+        self._acceptances[kind].learn(proposed, accepted)
+
+    def skip(self) -> None:
+        """Note a step without a draft."""
+        for acceptance in self._acceptances.values():
+            acceptance.forget()

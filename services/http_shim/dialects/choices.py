@@ -48,7 +48,12 @@ class PromptTokensDetails(Struct):
 class CompletionTokensDetails(Struct):
     """Generated tokens by kind, as in OpenAI's API."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | UnsetType = UNSET
+    """Only with reasoning"""
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """Tokens of the prediction that became tokens of the answer; only with a prediction"""
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    """Tokens of the prediction that were computed in vain; only with a prediction"""
 
 
 class Usage(Struct):
@@ -60,7 +65,7 @@ class Usage(Struct):
     cached_input_tokens: int | UnsetType = UNSET
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Only with reasoning"""
+    """Only with reasoning or a prediction"""
 
 
 class PromptToken(Struct):
@@ -296,15 +301,23 @@ def _usage_field(usage: Usage | UnsetType | None) -> bytes:
 
 def _usage_of(usage: types_pb2.Usage) -> Usage:
     """Return the final usage."""
-    thought = usage.reasoning_tokens
     return Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         cached_input_tokens=usage.cached_tokens,
         prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
-        completion_tokens_details=CompletionTokensDetails(thought) if thought else UNSET,
+        completion_tokens_details=_details_of(usage),
     )
+
+
+def _details_of(usage: types_pb2.Usage) -> CompletionTokensDetails | UnsetType:
+    thought = usage.reasoning_tokens or UNSET
+    for drafts in usage.drafts:
+        if drafts.source == types_pb2.DRAFT_SOURCE_PREDICTION:
+            accepted = drafts.accepted_tokens
+            return CompletionTokensDetails(thought, accepted, drafts.drafted_tokens - accepted)
+    return UNSET if thought is UNSET else CompletionTokensDetails(thought)
 
 
 def finish_reason_of(finished: completion_pb2.ChoiceFinished) -> str:

@@ -204,6 +204,7 @@ def plan_request(
         images=encoded.images,
         grammar=encoded.constraint.spec if encoded.constraint is not None else None,
         beam_search=request.beam_search if request.HasField("beam_search") else None,
+        prediction=_prediction(request, vocabulary, limits),
     )
     _request_logprobs(request, engine_request, echo=encoded.echo)
     choice = _choice_plan(request, stop_ids, encoded.suffix, limits)
@@ -225,6 +226,21 @@ def plan_request(
         generates_again=request.sampling.HasField("mirostat") or request.HasField("beam_search"),
         images=encoded.image_places,
     )
+
+
+def _prediction(
+    request: completion_pb2.GenerateRequest, vocabulary: Vocabulary, limits: ModelLimits
+) -> types_pb2.TokenIds | None:
+    """Return the tokens of the expected text. Raises INVALID_ARGUMENT for too many."""
+    if not request.prediction:
+        return None
+    ids = vocabulary.encode_plain(request.prediction)
+    if len(ids) > limits.context_length:
+        raise invalid(
+            "prediction",
+            f"The prediction has {len(ids):,} tokens; the context has {limits.context_length:,}.",
+        )
+    return types_pb2.TokenIds(ids=ids)
 
 
 def grammar_constraint(request: completion_pb2.GenerateRequest) -> Constraint | None:

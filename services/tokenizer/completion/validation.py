@@ -102,6 +102,8 @@ def check_request(request: completion_pb2.GenerateRequest, limits: ModelLimits) 
     check_tools(request.tools, request.tool_choice)
     if request.HasField("beam_search"):
         _check_beams(request, limits)
+    if request.prediction:
+        _check_prediction(request)
     if request.HasField("resume"):
         _check_resume(request, limits)
 
@@ -311,6 +313,16 @@ def _check_beams(request: completion_pb2.GenerateRequest, limits: ModelLimits) -
     calls = tool_call_grammar(request.tools, request.tool_choice)
     others = {"grammar": request.HasField("grammar"), "tools": calls is not None}
     check_beam_search(request.beam_search, request.sampling, others)
+
+
+def _check_prediction(request: completion_pb2.GenerateRequest) -> None:
+    check_text_size("prediction", request.prediction)
+    n = request.n if request.HasField("n") else 1
+    if max(n, request.best_of) * _prompt_count(request) > 1:
+        message = "A prediction needs one prompt, n = 1 and best_of of at most 1."
+        raise invalid("prediction", message)
+    if request.HasField("beam_search"):
+        raise invalid("prediction", "A beam search takes no prediction: leave one of them out.")
 
 
 def _check_resume(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> None:

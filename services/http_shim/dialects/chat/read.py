@@ -68,6 +68,11 @@ def read_chat(fields: JsonObject) -> Reading:
         request.logprobs = body.top_logprobs or 0
     if body.top_logprobs is not None:
         reading.note("logprobs", "top_logprobs")
+    if body.prediction is not None:
+        content = body.prediction.content
+        request.prediction = (
+            content if isinstance(content, str) else "".join(part.text for part in content)
+        )
     request.drop_oldest_messages = body.truncation == "auto"
     request.echo = bool(body.echo)
     options = AnswerOptions.of(body, logprobs=bool(body.logprobs))

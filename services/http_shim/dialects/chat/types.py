@@ -43,6 +43,7 @@ __all__ = [
     "Message",
     "MessageDelta",
     "Part",
+    "Prediction",
     "RefusalPart",
     "TemplateBody",
     "TextPart",
@@ -113,6 +114,14 @@ class Message(Struct):
     ] = None
 
 
+class Prediction(Struct, tag_field="type", tag="content"):
+    """The answer that a client expects."""
+
+    content: Annotated[
+        str | Annotated[list[TextPart], BOUNDED], about("The text, or its parts.", "prediction")
+    ]
+
+
 class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
@@ -153,6 +162,13 @@ class ChatBody(GenerationBody):
     echo: Annotated[
         bool | None,
         about("Start the answer with the last message if it is the assistant's.", default=False),
+    ] = None
+    prediction: Annotated[
+        Prediction | None,
+        about(
+            "The answer that is expected, such as a file that it edits: the answer comes faster "
+            "where it is right, and is the same otherwise. Needs n = 1."
+        ),
     ] = None
     functions: Annotated[Any, about("Not supported: use tools.", anyOf=[{"type": "null"}])] = None
     function_call: Annotated[

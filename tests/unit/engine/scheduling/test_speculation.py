@@ -1,17 +1,22 @@
-"""Draft tokens by prompt lookup: rejected ones cost time."""
+"""Draft tokens: rejected ones cost time, and they must never be chosen where they cost more."""
 
 import numpy as np
+import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.scheduling.speculation import NgramIndex, Speculation
+from services.engine.scheduling.draft_lengths import DraftLengths
+from services.engine.scheduling.predicted_text import PredictedText
+from services.engine.scheduling.prompt_lookup import NgramIndex
+from services.engine.scheduling.speculation import Draft, DraftKind, Speculation
 
 
-def array(*tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+def array(*tokens: int) -> npt.NDArray[np.int32]:
     return np.array(tokens, dtype=np.int32)
 
 
-def propose(tokens: "np.ndarray[tuple[int], np.dtype[np.int32]]", width: int) -> list[int]:
+def propose(tokens: npt.NDArray[np.int32], width: int) -> list[int]:
     return NgramIndex().propose(tokens, width)
 
 
@@ -47,12 +52,95 @@ def test_draft_follows_an_earlier_occurrence(tokens: list[int], width: int, cut:
     assert grown.propose(array(*tokens), width) == draft
 
 
-def test_draft_grows_with_acceptance_and_pauses_after_rejections() -> None:
-    speculation, tokens = Speculation(), array(4, 4, 4, 4)
-    first = len(speculation.propose(tokens, 99))
-    speculation.learn(first, first)
-    assert len(speculation.propose(tokens, 99)) > first
-    for _ in range(5):
-        speculation.learn(len(speculation.propose(tokens, 99)), 0)
-    assert speculation.propose(tokens, 99) == []
-    assert any(speculation.propose(tokens, 99) for _ in range(50))
+class TestPredictedText:
+    def test_text_is_followed_from_its_beginning(self) -> None:
+        text = PredictedText([5, 6, 7, 8])
+        assert text.propose(array(), 3) == [5, 6, 7]
+        assert text.propose(array(5, 6), 3) == [7, 8]
+        assert text.propose(array(5, 6, 7, 8), 3) == []
+
+    def test_place_is_found_again_behind_an_edit(self) -> None:
+        text = PredictedText([1, 2, 3, 4, 5, 6])
+        assert text.propose(array(1, 2, 99), 2) == []
+        assert text.propose(array(1, 2, 99, 4), 2) == []
+        assert text.propose(array(1, 2, 99, 4, 5), 2) == [6]
+
+    def test_longest_run_decides_between_equal_lines(self) -> None:
+        lines = [1, 8, 9, 50, 2, 8, 9, 60]
+        text = PredictedText(lines)
+        assert text.propose(array(77, 2, 8, 9), 1) == [60]
+        assert PredictedText(lines).propose(array(77, 1, 8, 9), 1) == [50]
+
+    def test_answer_that_runs_beyond_the_text_may_begin_it_again(self) -> None:
+        text = PredictedText([1, 2, 3])
+        assert text.propose(array(1, 2, 3, 4), 2) == []
+        assert text.propose(array(1, 2, 3, 4, 1, 2), 2) == [3]
+
+    @given(st.lists(st.integers(0, 2), max_size=30), st.lists(st.integers(0, 2), max_size=30))
+    def test_proposals_stand_in_the_text(self, expected: list[int], answer: list[int]) -> None:
+        text = PredictedText(expected)
+        for end in range(len(answer) + 1):
+            draft = text.propose(array(*answer[:end]), 4)
+            places = range(len(expected) - len(draft) + 1)
+            assert any(expected[place : place + len(draft)] == draft for place in places)
+
+
+class TestSpeculation:
+    def test_expected_text_goes_before_ngrams(self) -> None:
+        speculation = Speculation([4, 5], prompt_length=4)
+        tokens = array(7, 7, 7, 7)
+        assert speculation.propose(tokens, 2) == Draft(DraftKind.PREDICTION, [4, 5])
+        lost = array(7, 7, 7, 7, 9, 7, 7)
+        assert speculation.propose(lost, 2) == Draft(DraftKind.NGRAM, [9, 7])
+        assert speculation.propose(lost, 2, looks_up=False) is None
+
+    def test_rate_follows_the_outcome_of_its_source_and_is_forgotten(self) -> None:
+        speculation = Speculation([1], prompt_length=0)
+        first = speculation.rate_of(DraftKind.NGRAM)
+        speculation.learn(DraftKind.NGRAM, 4, 0)
+        low = speculation.rate_of(DraftKind.NGRAM)
+        assert low < first == speculation.rate_of(DraftKind.PREDICTION)
+        for _ in range(200):
+            speculation.skip()
+        assert low < speculation.rate_of(DraftKind.NGRAM) == pytest.approx(first, rel=0.05)
+        speculation.learn(DraftKind.NGRAM, 4, 4)
+        assert speculation.rate_of(DraftKind.NGRAM) > first
+
+
+class TestDraftLengths:
+    def test_rows_that_cost_nothing_are_filled(self) -> None:
+        lengths = DraftLengths(rows_at_once=16)
+        assert lengths.choose(1, [(0.9, 15)]) == [15]
+        assert lengths.choose(4, [(0.9, 15), (0.4, 15)]) == [11, 1]
+
+    def test_rows_that_cost_as_much_as_they_yield_are_left_out(self) -> None:
+        lengths = DraftLengths(rows_at_once=1)
+        assert lengths.choose(1, [(0.9, 15)]) == [0]
+        assert not lengths.may_gain(8, 0.9, 120)
+
+    def test_measured_times_decide_against_drafts(self) -> None:
+        lengths = DraftLengths(rows_at_once=16)
+        for _ in range(20):
+            lengths.learn(4, 0, 1.0)
+            lengths.learn(8, 4, 1.6)
+        assert lengths.choose(4, [(0.9, 1)] * 4) == [1] * 4
+        assert lengths.choose(4, [(0.5, 1)] * 4) == [0] * 4
+
+    def test_a_slow_measurement_is_doubted_after_a_while(self) -> None:
+        lengths = DraftLengths(rows_at_once=16)
+        lengths.learn(1, 0, 1.0)
+        lengths.learn(8, 7, 50.0)
+        assert lengths.choose(1, [(0.9, 7)])[0] != 7
+        for _ in range(200):
+            lengths.learn(1, 0, 1.0)
+        assert lengths.choose(1, [(0.9, 7)]) == [7]
+
+    @given(
+        st.integers(1, 8),
+        st.lists(st.tuples(st.floats(0.01, 0.99), st.integers(0, 15)), max_size=8),
+    )
+    def test_no_draft_gets_more_tokens_than_it_has(
+        self, others: int, drafts: list[tuple[float, int]]
+    ) -> None:
+        chosen = DraftLengths(32).choose(others + len(drafts), drafts)
+        assert all(0 <= some <= most for some, (_, most) in zip(chosen, drafts, strict=True))

@@ -1,0 +1,114 @@
+"""Numbers of draft tokens of a step, from what they cost and how likely they are accepted.
+
+The expected tokens of a step, divided by its seconds, are to be as many as possible. The j-th draft
+token of a sequence is used if it and all before it are accepted: with probability rate ** j. The
+seconds are measured, by the number of rows, for steps with and without draft tokens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, repeat
+from operator import mul
+
+__all__ = ["DraftLengths"]
+
+_SMOOTHING = 0.3
+"""Weight of a new measurement; a measurement counts as twice the estimate at most"""
+_LEAST_GAIN = 1.02
+"""Least expected gain of a step with draft tokens, because estimates have errors"""
+_LEAST_PROBABILITY = 0.05
+"""Least probability that a draft token is used: less is lost in the errors of estimates"""
+_NEAR = 4
+"""Most size classes between a number of rows and a measured one that stands for it"""
+_FRESH_STEPS = 64
+"""Steps after which a measurement that keeps steps from drafting is doubted: times change"""
+
+
+class DraftLengths:
+    """Measured seconds of steps by rows, and the draft tokens that are worth their time."""
+
+    def __init__(self, rows_at_once: int) -> None:
+        """rows_at_once: rows that are assumed to take as long as one row, until it is measured."""
+        self._rows_at_once = rows_at_once
+        self._plain: dict[int, float] = {}
+        """Seconds of a step without draft tokens, by size class of its rows"""
+        self._drafting: dict[int, float] = {}
+        """Seconds of a step with draft tokens, by size class of its rows"""
+        self._idle = 0
+        """Number of steps since the last draft"""
+
+    def learn(self, rows: int, drafted: int, seconds: float) -> None:
+        """Update the estimates with a step without prompts. rows: tokens, drafted ones included."""
+        times = self._drafting if drafted else self._plain
+        size = size_class(rows)
+        known = times.get(size)
+        times[size] = seconds if known is None else _smooth(known, seconds)
+        self._idle = 0 if drafted else self._idle + 1
+        if self._idle > _FRESH_STEPS:
+            self._drafting.clear()
+            self._idle = 0
+
+    def may_gain(self, streams: int, rate: float, most: int) -> bool:
+        """Return whether one draft token of each stream, accepted at `rate`, can be worth its time.
+
+        most: most draft tokens of the step. It is a cheap answer before anything is proposed.
+        """
+        count = min(streams, most)
+        return count > 0 and self._gain(streams, rate * count, streams + count) > _LEAST_GAIN
+
+    def choose(self, streams: int, drafts: Sequence[tuple[float, int]]) -> Sequence[int]:
+        """Return the number of draft tokens to compute of each draft.
+
+        streams: sequences of the step, with and without drafts. drafts: the rate and the number of
+        tokens of each draft.
+        """
+        gains = [
+            (probability, i)
+            for i, (rate, count) in enumerate(drafts)
+            for probability in accumulate(repeat(rate, count), mul)
+            if probability >= _LEAST_PROBABILITY
+        ]
+        gains.sort(key=lambda gain: -gain[0])
+        expected, best, chosen = 0.0, _LEAST_GAIN, 0
+        for count, (probability, _) in enumerate(gains, start=1):
+            expected += probability
+            if count < len(gains) and not self._is_border(streams + count):
+                continue  # another row takes no longer
+            gain = self._gain(streams, expected, streams + count)
+            if gain > best:
+                best, chosen = gain, count
+        lengths = [0] * len(drafts)
+        for _, i in gains[:chosen]:
+            lengths[i] += 1
+        return lengths
+
+    def _is_border(self, rows: int) -> bool:
+        """Return whether a step of one row more is estimated to take another time."""
+        return rows % self._rows_at_once == 0 or size_class(rows) != size_class(rows + 1)
+
+    def _gain(self, streams: int, expected: float, rows: int) -> float:
+        """Return the tokens per second of a step with drafts, relative to one without."""
+        return (1 + expected / streams) / self._slowdown(streams, rows)
+
+    def _slowdown(self, streams: int, rows: int) -> float:
+        """Return the seconds of a step with drafts, relative to one of `streams` rows without."""
+        plain = _nearest(self._plain, size_class(streams))
+        measured = _nearest(self._drafting, size_class(rows))
+        if plain is not None and measured is not None:
+            return max(measured / plain, 1.0)
+        return math.ceil(rows / self._rows_at_once) / math.ceil(streams / self._rows_at_once)
+
+
+def size_class(rows: int) -> int:
+    """Return the size class of a batch: four per doubling; steps of a class cost about the same."""
+    return int(4 * math.log2(rows)) if rows else -1
+
+
+def _nearest(times: Mapping[int, float], size: int) -> float | None:
+    """Return the seconds of the nearest size class, if one within a factor of two was measured."""
+    near = [each for each in times if abs(each - size) <= _NEAR]
+    return times[min(near, key=lambda each: abs(each - size))] if near else None
+
+
+def _smooth(known: float, seconds: float) -> float:
+    return known + _SMOOTHING * (min(seconds, 2 * known) - known)
