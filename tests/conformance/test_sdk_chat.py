@@ -113,6 +113,12 @@ CALLS: Mapping[str, Call] = {
             == content(answer).encode()
         ),
     ),
+    "prediction": (
+        {"prediction": {"type": "content", "content": [{"type": "text", "text": "def f():"}]}},
+        lambda answer: (
+            answer["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] >= 0
+        ),
+    ),
     "top_logprobs": (
         {"logprobs": True, "top_logprobs": 4},
         lambda answer: len(first(answer)["logprobs"]["content"][0]["top_logprobs"]) == 4,
@@ -222,10 +228,17 @@ BAD: Mapping[str, tuple[Fields, str]] = {
     "audio": ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
     "modalities": ({"modalities": ["text", "audio"]}, "modalities"),
     "web_search_options": ({"web_search_options": {}}, "web_search_options"),
+    "prediction": ({"prediction": {"type": "content", "content": "a"}, "n": 2}, "prediction"),
+    "prediction's type": ({"prediction": {"type": "text", "text": "a"}}, "prediction"),
+    "prediction's content": ({"prediction": {"type": "content"}}, "prediction"),
+    "long prediction": (
+        {"prediction": {"type": "content", "content": "a b " * 50_000}},
+        "prediction",
+    ),
 }
 # The server ignores these fields of OpenAI's, and names them in a response header.
 IGNORED = {
-    "metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "metadata", "moderation", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "safety_identifier", "service_tier", "store", "verbosity",
 }  # fmt: skip
 

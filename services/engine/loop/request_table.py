@@ -35,6 +35,7 @@ from services.engine.scheduling.beam_search import BeamSearch
 from services.engine.scheduling.prompt_images import PromptImages
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request, SequenceState, TokenSequence
+from services.engine.scheduling.speculation import DraftKind
 from services.engine.scheduling.token_ids import Prompt
 
 __all__ = ["LoopLimits", "RequestTable"]
@@ -410,7 +411,10 @@ class RequestTable:
             queue_seconds=started - command.arrival,
             prefill_seconds=first - started,
             decode_seconds=now - first,
-            drafts=draft_counts([each.speculation.counts for each in request.sequences]),
+            drafts=draft_counts(
+                [each.speculation.counts for each in request.sequences],
+                [DraftKind.PREDICTION] if command.checked.prediction else (),
+            ),
         )
 
     # Outputs.

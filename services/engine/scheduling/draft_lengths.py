@@ -20,7 +20,7 @@ _LEAST_PROBABILITY = 0.05
 """Least probability that a draft token is used: less is lost in the errors of estimates"""
 _NEAR = 4
 """Most size classes between a number of rows and a measured one that stands for it"""
-_FRESH_STEPS = 64
+_FRESH_STEPS = 32
 """Steps after which a measurement that keeps steps from drafting is doubted: times change"""
 
 
@@ -42,7 +42,8 @@ class DraftLengths:
         times = self._drafting if drafted else self._plain
         size = size_class(rows)
         known = times.get(size)
-        times[size] = seconds if known is None else _smooth(known, seconds)
+        # The newest time is an upper bound: other programs only make steps longer.
+        times[size] = seconds if known is None else min(seconds, _smooth(known, seconds))
         self._idle = 0 if drafted else self._idle + 1
         if self._idle > _FRESH_STEPS:
             self._drafting.clear()

@@ -157,6 +157,21 @@ def test_speculation_takes_fewer_steps_where_output_repeats(decoder: Model) -> N
     assert speculated < plain
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_expected_answer_takes_fewer_steps(decoder: Model, overlaps: bool) -> None:
+    plain = make_request(1, [[7, 8, 9, 5]], max_tokens=60, temperature=1.0)
+    loop = make_loop(decoder, overlaps=overlaps)
+    ids = [output.id for output in run(loop, [plain]) if isinstance(output, Token)]
+    steps = loop.take_output().load.steps
+    wrong = [*ids[:20], 3, *ids[21:]]
+    for prediction, most in ((ids, 8), (wrong, 14), ([3] * 60, steps)):
+        checked = replace(plain.checked, prediction=prediction)
+        loop = make_loop(decoder, overlaps=overlaps)
+        outputs = run(loop, [replace(plain, checked=checked)])
+        assert [output.id for output in outputs if isinstance(output, Token)] == ids
+        assert loop.take_output().load.steps <= most
+
+
 def test_preempted_sequence_continues_with_the_same_tokens(decoder: Model) -> None:
     loop = make_loop(decoder, blocks=16, step_tokens=64)
     prompts = [[i, 5, 6, 7] * 3 for i in range(1, 6)]
