@@ -3,27 +3,29 @@
 from collections.abc import Iterator
 from typing import Any
 
-from services.engine.model.operators import fp8_kernels
+from services.engine.model.operators import fp8_products, fp8_rounding
+from services.engine.model.operators.fp8_products import TILES, Tile
 from tests.unit.engine.triton.gpus import Compiled, compile_kernel
 
 __all__ = ["compile_all"]
 
 LEAST_CAPABILITY = 89
+DESCRIPTORS = 90
+"""Least capability with a tensor memory accelerator"""
 TYPES = {
-    "out": "*bf16",
-    "bias": "*bf16",
+    **dict.fromkeys(("out", "bias"), "*bf16"),
+    **dict.fromkeys(("sums", "scales", "row_scales"), "*fp32"),
+    **dict.fromkeys(("count", "adds", "inputs", "outputs", "span", "width", "groups"), "i32"),
+    "arrivals": "*i32",
     "weight": "*fp8e4nv",
     "numbers": "*u8",
-    "scales": "*fp32",
-    "row_scales": "*fp32",
-    "count": "i32",
     "rows": "*bf16",
-    "row": "*bf16",
 }
-POINTERS = tuple(name for name, each in TYPES.items() if each.startswith("*"))
-ROUNDING = {"width": 4096, "largest": 448.0}
-ROW = {"inputs": 4096, "outputs": 6144, "groups": 32, "adds": True}
-SHAPE = {"inputs": 4096, "outputs": 6144, "groups": 32, "group": 128, "adds": True}
+ALIGNED = (
+    *(name for name, each in TYPES.items() if each.startswith("*")),
+    *("inputs", "outputs", "span", "width"),
+)
+ROUNDING: dict[str, Any] = {"largest": 448.0}
 FP8_PRODUCTS = ("e4m3", "kind::f8f6f4")
 """Parts of the names of the instructions that multiply FP8; the second is that of B200"""
 
@@ -32,32 +34,40 @@ def compile_all(capability: int) -> Iterator[Compiled]:
     """Yield every kernel of FP8; none for GPUs that do not multiply it."""
     if capability < LEAST_CAPABILITY:
         return
-    groups = {"groups": 32, "group": 128, "tile": 8}
-    kernels: list[tuple[Any, dict[str, Any]]] = [
-        (fp8_kernels._round_rows, ROUNDING | {"tile": 1024}),
-        (fp8_kernels._round_groups, ROUNDING | groups),
-        *(
-            (fp8_kernels._multiply_row, ROW | {"tile_outputs": fp8_kernels._ROW_OUTPUTS} | tiles)
-            for tiles in (
-                {"groups": 1, "tile_groups": 1, "tile_inputs": 1024},
-                {"tile_groups": 8, "tile_inputs": 128},
-            )
-        ),
-    ]
-    for kernel, constants in kernels:
-        compiled = compile_kernel(kernel, capability, TYPES, constants, POINTERS)
+    for kernel, constants in (
+        (fp8_rounding._round_rows, {"tile": 4096}),
+        (fp8_rounding._round_groups, {"group": 128, "tile": 8}),
+    ):
+        compiled = compile_kernel(kernel, capability, TYPES, ROUNDING | constants, ALIGNED)
         compiled.check()
         yield compiled
-    for tile in dict.fromkeys(fp8_kernels._TILES + fp8_kernels._NARROW_TILES):
-        compiled = compile_kernel(
-            fp8_kernels._multiply_groups,
-            capability,
-            TYPES | {"rows": "*fp8e4nv"},
-            SHAPE | {"tile_rows": tile.rows, "tile_outputs": tile.outputs},
-            POINTERS,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-        compiled.check(pipelined=True)
-        assert any(name in compiled.ptx for name in FP8_PRODUCTS), "the product is not of FP8"
-        yield compiled
+    few, *_, most = TILES
+    yield from (_product(tile, capability) for tile in TILES)
+    yield from (_product(tile, capability, group=64) for tile in (few, most))
+    yield _product(few, capability, is_even=False)
+    if capability >= DESCRIPTORS:
+        yield from (_product(tile.with_descriptor(), capability) for tile in TILES)
+
+
+def _product(
+    tile: Tile, capability: int, *, group: int | None = None, is_even: bool = True
+) -> Compiled:
+    tile_inputs = group or 128
+    types = TYPES | {"rows": "*fp8e4nv"}
+    if tile.by_descriptor:
+        types["weight"] = f"tensordesc<fp8e4nv[{tile.outputs},{tile_inputs}]>"
+    constants = {
+        "is_grouped": group is not None,
+        "is_even": is_even,
+        "by_descriptor": tile.by_descriptor,
+        "tile_rows": tile.rows,
+        "tile_outputs": tile.outputs,
+        "tile_inputs": tile_inputs,
+    }
+    aligned = tuple(name for name in ALIGNED if types[name].startswith(("*", "i")))
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    kernel = fp8_products._multiply
+    compiled = compile_kernel(kernel, capability, types, constants, aligned, **options)
+    compiled.check(pipelined=True)
+    assert any(name in compiled.ptx for name in FP8_PRODUCTS), "the product is not of FP8"
+    return compiled

@@ -25,7 +25,8 @@ from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logit
 from tests.unit.engine.checkpoints.shapes import SHAPE, WIDE
 from tests.unit.engine.fp8_checkpoints import LAYOUTS, in_blocks, quantize
 
-kernels = pytest.importorskip("services.engine.model.operators.fp8_kernels")
+activations = pytest.importorskip("services.engine.model.operators.fp8_rounding")
+products = pytest.importorskip("services.engine.model.operators.fp8_products")
 operators = pytest.importorskip("services.engine.model.operators.fp8_operators")
 interpreted = pytest.mark.skipif(
     "TRITON_INTERPRET" not in os.environ, reason="a GPU runs the kernels compiled"
@@ -64,32 +65,28 @@ def test_activations_round_as_in_torch(group: int | None) -> None:
     """The largest number of a row or group becomes 448; zeros stay zeros."""
     rows = random(6, 1100) * torch.tensor([1, 1e-4, 300, 0, 1, 1])[:, None]
     rows *= torch.logspace(-4, 0, 1100)  # many become subnormal
+    rounded = activations.round_rows(rows, group)
     if group is None:
-        numbers, scales = kernels.round_rows(rows)
         largest = rows.abs().amax(dim=1, keepdim=True)
     else:
-        numbers, scales = kernels.round_groups(rows, group)
         padded = torch.nn.functional.pad(rows, (0, -1100 % group))
         largest = padded.view(6, -1, group).abs().amax(dim=2)
     expected = torch.where(largest > 0, largest / 448, 1)
-    torch.testing.assert_close(scales, expected, atol=0, rtol=1e-6)
-    exact = rows / scales.repeat_interleave(group or 1100, 1)[:, :1100]
-    assert torch.equal(numbers.view(torch.uint8), exact.to(FP8).view(torch.uint8))
+    torch.testing.assert_close(rounded.scales, expected, atol=0, rtol=1e-6)
+    exact = rows / rounded.scales.repeat_interleave(group or 1100, 1)[:, :1100]
+    assert torch.equal(rounded.numbers.view(torch.uint8), exact.to(FP8).view(torch.uint8))
 
 
 @interpreted
-def test_nan_and_infinity_stay_in_their_row() -> None:
-    """Otherwise the request would go on with wrong tokens, or others would fail with it."""
+@pytest.mark.parametrize("group", [None, GROUP])
+def test_nan_and_infinity_stay_in_their_row(group: int | None) -> None:
+    """Otherwise the request would go on with wrong tokens, or others would fail with it.
+
+    Tensor cores multiply NaN to NaN. The interpreter takes FP8's NaN for 480.
+    """
     rows = random(4, 128)
     rows[1, 5], rows[2, 100] = torch.nan, torch.inf
-    out = torch.empty(4, 32)
-    projection = operators.Fp8Operators(FLOAT32, CPU, BY_OUTPUT).projection(random(32, 128), None)
-    projection.into(rows, out)
-    assert out.isfinite().all(dim=1).tolist() == [True, False, False, True]
-    projection.into(rows[1:2], out[:1])
-    assert not out[0].isfinite().any()
-    # The interpreter's product takes FP8's NaN for 480.
-    numbers, _ = kernels.round_groups(rows, GROUP)
+    numbers = activations.round_rows(rows, group).numbers
     assert numbers.float().isnan().nonzero().tolist() == [[1, 5], [2, 100]]
 
 
@@ -121,20 +118,15 @@ def test_rounding_uses_the_range_and_is_no_worse_than_the_usual_scale() -> None:
 
 @interpreted
 @pytest.mark.parametrize("rounding", [BY_OUTPUT, BY_GROUP], ids=["outputs", "groups"])
-@pytest.mark.parametrize("count", [1, 3, 40])
+@pytest.mark.parametrize("count", [1, 3, 40, 70])
 def test_product_equals_that_of_the_rounded_numbers(rounding: Fp8Rounding, count: int) -> None:
-    """With a last group that is not full, with bias, to the residual and to float32 sums.
-
-    A single row keeps its dtype.
-    """
+    """With a last group that is not full, with bias, to the residual and to float32 sums."""
     weight, bias, rows = random(80, 96), random(80, seed=1), random(count, 96, seed=2)
     projection = operators.Fp8Operators(FLOAT32, CPU, rounding).projection(weight, bias)
     group = rounding.group_inputs(96)
-    by_row = rounding.group is None
-    numbers, scales = kernels.round_rows(rows) if by_row else kernels.round_groups(rows, group)
-    rounded = weight_of(rounding.round(weight), rounding)
-    factors = rows if count == 1 else decoded(numbers, scales, group)
-    exact = factors @ rounded.T + bias
+    rounded = activations.round_rows(rows, rounding.group)
+    factors = decoded(rounded.numbers, rounded.scales, group)
+    exact = factors @ weight_of(rounding.round(weight), rounding).T + bias
     out, residual = torch.empty(count, 80), random(count, 80, seed=3)
     projection.into(rows, out)
     torch.testing.assert_close(out, exact, atol=1e-4, rtol=1e-5)
@@ -142,6 +134,50 @@ def test_product_equals_that_of_the_rounded_numbers(rounding: Fp8Rounding, count
     projection.add_to(rows, total)
     torch.testing.assert_close(total, residual + exact, atol=1e-4, rtol=1e-5)
     assert projection.weight_bytes == 80 * 96 + 4 * 80 * -(-96 // group)
+
+
+@interpreted
+@pytest.mark.parametrize("by_descriptor", [False, True])
+@pytest.mark.parametrize("count", [1, 16, 33])
+def test_programs_that_share_a_tile_add_their_sums_once(count: int, by_descriptor: bool) -> None:
+    """Each launch must leave the counters at zero, or the next one would never finish a tile."""
+    weight, rows = random(80, 1040), random(count, 1040, seed=2)
+    rounded = activations.round_rows(rows, None)
+    matrix = products.Fp8Matrix.of(BY_OUTPUT.round(weight), None, None)
+    tile = next(tile for tile in products.TILES if tile.rows >= count)
+    tile = tile.with_descriptor() if by_descriptor else tile
+    exact = decoded(rounded.numbers, rounded.scales, 1040) @ weight_of(matrix.weight, BY_OUTPUT).T
+    for parts in (1, 2, 7):
+        for _ in range(2):
+            out = torch.full((count, 80), torch.nan)
+            products.multiply(rounded, matrix, tile, parts, out, adds=False)
+            torch.testing.assert_close(out, exact, atol=1e-3, rtol=1e-5)
+            assert not matrix.arrivals.any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"), [((6144, 4096), 3), ((4096, 4096), 5), ((28672, 4096), 1), ((64, 256), 1)]
+)
+def test_parts_fill_the_multiprocessors(shape: tuple[int, int], parts: int) -> None:
+    """The products of an 8B model on an H200, and one that is too small to divide."""
+    outputs, _ = shape
+    weight = Fp8Weight(torch.empty(shape, dtype=FP8), torch.empty(1, outputs))
+    matrix = products.Fp8Matrix.of(weight, None, None)
+    assert products.count_parts(matrix, products.TILES[0], 132) == parts
+
+
+@interpreted
+def test_row_has_the_same_product_beside_any_rows() -> None:
+    """Otherwise an answer would depend on the requests that share its steps."""
+    projection = operators.Fp8Operators(FLOAT32, CPU, BY_OUTPUT).projection(random(64, 1024), None)
+    rows = random(64, 1024, seed=1)
+    rows *= torch.logspace(-3, 3, 64)[:, None]
+    alone = torch.empty(1, 64)
+    projection.into(rows[:1], alone)
+    for count in (2, 16, 17, 64):
+        out = torch.empty(count, 64)
+        projection.into(rows[:count], out)
+        torch.testing.assert_close(out[:1], alone, atol=0, rtol=1e-6)
 
 
 @interpreted
@@ -214,14 +250,14 @@ def test_fp8_checkpoint_stays_fp8(
         projection = layer.mixer.output
         assert isinstance(projection, AdaptedProjection)
         output = projection.base
-        is_rounded = isinstance(output, operators._ScaledProjection)
+        is_rounded = isinstance(output, operators.Fp8Projection)
         assert is_rounded == (index > 0) == (tensors[name].dtype == FP8)
-        if isinstance(output, operators._ScaledProjection):
-            weight: Fp8Weight = output.weight
+        if isinstance(output, operators.Fp8Projection):
+            weight: Fp8Weight = output.matrix.weight
             group = BY_GROUP.group if layout == "blocks" else None
             mine = weight_of(weight, Fp8Rounding(group))
             torch.testing.assert_close(mine, parameters[name].detach(), atol=0, rtol=1e-6)
-    assert not isinstance(decoder._weights.output, operators._ScaledProjection)
+    assert not isinstance(decoder._weights.output, operators.Fp8Projection)
 
 
 @interpreted
@@ -236,7 +272,7 @@ def test_full_checkpoint_is_rounded_on_demand(
     assert_close(decoder, reference_logits(model, tokens), tokens)
     exact = 97 * 64 * 4  # the logits' weight
     assert decoder.weight_bytes - exact < 0.4 * (whole.weight_bytes - exact)
-    assert not isinstance(decoder._weights.output, operators._ScaledProjection)
+    assert not isinstance(decoder._weights.output, operators.Fp8Projection)
 
 
 def test_machine_that_lacks_fp8_refuses_it_but_reads_checkpoints(tmp_path: Path) -> None:

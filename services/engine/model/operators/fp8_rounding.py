@@ -1,0 +1,124 @@
+"""Triton kernels that round activations to FP8 (E4M3), with a scale for each row or group."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from services.engine.model.operators.fp8_weights import FP8, LARGEST
+
+__all__ = ["RoundedRows", "round_rows"]
+
+_COLUMNS = 4096
+"""Most columns that a program of `_round_rows` reads at a time"""
+_GROUPS = 8
+"""Number of groups that a program of `_round_groups` rounds"""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedRows:
+    """Rows in FP8. A number times the scale of its row, or of its group, is the activation."""
+
+    numbers: Tensor
+    """float8_e4m3fn [n, width]"""
+    scales: Tensor
+    """float32 [n, groups]; one group if a row has one scale"""
+
+    @staticmethod
+    def empty(rows: Tensor, group: int | None) -> "RoundedRows":
+        """Allocate rounded `rows` [n, width]. group: inputs of a scale; None: one for each row."""
+        count, width = rows.shape
+        groups = 1 if group is None else triton.cdiv(width, group)
+        return RoundedRows(
+            torch.empty((count, width), dtype=FP8, device=rows.device),
+            torch.empty((count, groups), dtype=torch.float32, device=rows.device),
+        )
+
+
+def round_rows(rows: Tensor, group: int | None) -> RoundedRows:
+    """Round `rows` [n, width] with a scale for each row, or each `group` (a power of two) of a row.
+
+    A row with NaN or infinity becomes NaN. With groups, NaN stays in its group.
+    """
+    count, width = rows.shape
+    rounded = RoundedRows.empty(rows, group)
+    numbers = rounded.numbers.view(torch.uint8)
+    if group is None:
+        tile = min(_COLUMNS, triton.next_power_of_2(width))
+        _round_rows[(count,)](numbers, rounded.scales, rows, width, LARGEST, tile)
+    else:
+        groups = rounded.scales.shape[1]
+        grid = count, triton.cdiv(groups, _GROUPS)
+        _round_groups[grid](numbers, rounded.scales, rows, width, groups, LARGEST, group, _GROUPS)
+    return rounded
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _round_rows(
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    largest: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Round one row. The second reading comes from the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    most = tl.zeros((tile,), tl.float32)
+    for first in range(0, width, tile):
+        column = first + tl.arange(0, tile)
+        part = tl.load(rows + row * width + column, mask=column < width, other=0.0)
+        most = tl.maximum(most, tl.abs(part.to(tl.float32)))
+    scale = scale_of(tl.max(most, axis=0), largest)
+    tl.store(scales + row, scale)
+    for first in range(0, width, tile):
+        column = first + tl.arange(0, tile)
+        part = tl.load(rows + row * width + column, mask=column < width, other=0.0)
+        coded = encode(part.to(tl.float32) / scale)
+        tl.store(numbers + row * width + column, coded, mask=column < width)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _round_groups(
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    groups: tl.tensor,
+    largest: tl.constexpr,
+    group: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Round some groups of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1) * tile + tl.arange(0, tile)
+    column = number[:, None] * group + tl.arange(0, group)[None, :]
+    place = row * width + column
+    part = tl.load(rows + place, mask=column < width, other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(tl.abs(part), axis=1), largest)
+    tl.store(scales + row * groups + number, scale, mask=number < groups)
+    tl.store(numbers + place, encode(part / scale[:, None]), mask=column < width)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_of(most: tl.tensor, largest: tl.constexpr) -> tl.tensor:
+    """Return the scale of numbers up to `most`; the scale of zeros is 1."""
+    return tl.where(most > 1e-30, most / largest, 1.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def encode(values: tl.tensor) -> tl.tensor:
+    """Return the bits of float32 values up to 448 in E4M3, rounded to the nearest, ties to even.
+
+    It uses integers, because the conversion of Triton's interpreter does not round to the nearest.
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Adding 2^14 leaves the multiples of 2^-9, E4M3's smallest number, in the lowest bits.
+    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
+    rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
+    coded = tl.where(magnitude < 0x3C800000, small - 0x46800000, (rounded >> 20) - (120 << 3))
+    coded = tl.where(magnitude > 0x43E80000, 0x7F, coded)
+    return (coded | ((bits >> 24) & 0x80)).to(tl.uint8)
