@@ -46,6 +46,7 @@ def measure_steps(decoder: Model, tokens: int, rows: int, capacity: StepCapacity
     StartupError if the GPU can't run a step.
     """
     with usable_kernels():
+        decoder.choose_kernels()
         slots = rows + -(-tokens // decoder.spec.context_length) if decoder.state_bytes else 0
         cache = decoder.allocate_cache(-(-tokens // decoder.block_size) + 2, num_states=slots)
         largest = _measure_largest(decoder, cache, tokens, rows)

@@ -178,6 +178,9 @@ class LayerStack(Model):
     def buffers(self) -> object:
         return self._activations
 
+    def choose_kernels(self) -> None:
+        self._operators.choose_kernels()
+
     def reserve(self, tokens: int, rows: int) -> None:
         buffers = self._buffers(tokens)
         if self.device.type == "cpu":

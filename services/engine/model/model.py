@@ -114,6 +114,12 @@ class Model(ABC):
         """Bytes of one slot of all recurrent layers' states; 0 = there are none."""
         return 0
 
+    def choose_kernels(self) -> None:  # noqa: B027
+        """Measure kernels that compute the same on a GPU, and use the fastest from here on.
+
+        It must be called before a CUDA graph is captured.
+        """
+
     @abstractmethod
     def reserve(self, tokens: int, rows: int) -> None:
         """Allocate the buffers of passes of up to `tokens` tokens and `rows` rows of logits.

@@ -16,13 +16,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from services.engine.model.operators.fp8_rounding import RoundedRows
 from services.engine.model.operators.fp8_weights import Fp8Weight
 
-__all__ = ["TILES", "Fp8Matrix", "Tile", "count_parts", "multiply"]
+__all__ = ["MOST_PARTS", "TILES", "Fp8Matrix", "Tile", "count_parts", "multiply"]
 
 _INPUTS = 128
 """Inputs of a tile, the same for all numbers of rows: all sum in the same order"""
 _LEAST_STEPS = 4
 """Least tiles of inputs that a program reads, to fill its pipeline"""
-_MOST_PARTS = 8
+MOST_PARTS = 8
 """Most programs among which the inputs of a tile are divided"""
 _PROGRAMS = 2
 """Number of programs on a multiprocessor that keep its share of the memory busy"""
@@ -83,9 +83,9 @@ class Fp8Matrix:
 def count_parts(matrix: Fp8Matrix, tile: Tile, multiprocessors: int) -> int:
     """Return the number of programs that divide a tile's inputs, so that the GPU is full."""
     outputs, inputs = matrix.shape
-    wanted = triton.cdiv(_PROGRAMS * multiprocessors, triton.cdiv(outputs, tile.outputs))
+    wanted = -(-_PROGRAMS * multiprocessors // -(-outputs // tile.outputs))
     most = inputs // (_LEAST_STEPS * (matrix.group or _INPUTS))
-    return max(1, min(wanted, most, _MOST_PARTS))
+    return max(1, min(wanted, most, MOST_PARTS))
 
 
 def multiply(
@@ -107,7 +107,7 @@ def multiply(
     if tile.by_descriptor:
         factor = TensorDescriptor.from_tensor(factor, [tile.outputs, tile_inputs])
     # Programs that read the same weights follow each other.
-    _multiply[(row_tiles, tiles, parts)](
+    _multiply_fp8[(row_tiles, tiles, parts)](
         out,
         sums,
         matrix.arrivals,
@@ -133,7 +133,7 @@ def multiply(
 
 
 @triton.jit(do_not_specialize=["count", "adds"])  # type: ignore[untyped-decorator]
-def _multiply(
+def _multiply_fp8(
     out: tl.tensor,
     sums: tl.tensor,
     arrivals: tl.tensor,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.engine.model.operators.fp8_weights import FP8, LARGEST
 
-__all__ = ["RoundedRows", "round_rows"]
+__all__ = ["RoundedRows", "round_rows", "store_rounded"]
 
 _COLUMNS = 4096
 """Most columns that a program of `_round_rows` reads at a time"""
@@ -100,6 +100,31 @@ def _round_groups(
     scale = scale_of(tl.max(tl.abs(part), axis=1), largest)
     tl.store(scales + row * groups + number, scale, mask=number < groups)
     tl.store(numbers + place, encode(part / scale[:, None]), mask=column < width)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_rounded(
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    values: tl.tensor,
+    first: tl.tensor,
+    columns: tl.tensor,
+    largest: tl.constexpr,
+    group: tl.constexpr,
+) -> None:
+    """Round some values of one row, from column `first` on, and store them with their scales.
+
+    numbers, scales: where the row begins; values: float32, 0 behind the last of `columns`; their
+    number is a power of two. group: number of values that share a scale, which divides theirs.
+    """
+    count: tl.constexpr = values.shape[0] // group
+    grouped = tl.reshape(values, (count, group))
+    scale = scale_of(tl.max(tl.abs(grouped), axis=1), largest)
+    number = tl.arange(0, count)
+    groups = tl.cdiv(columns - first, group)
+    tl.store(scales + first // group + number, scale, mask=number < groups)
+    column = first + number[:, None] * group + tl.arange(0, group)[None, :]
+    tl.store(numbers + column, encode(grouped / scale[:, None]), mask=column < columns)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -3,19 +3,24 @@
 Each kernel computes in float32 and rounds where torch's operators do.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.operators.fp8_rounding import RoundedRows, store_rounded
+from services.engine.model.operators.fp8_weights import LARGEST
 
-__all__ = ["activate", "has_kernel", "norm_rows", "rotate_heads"]
+__all__ = ["activate", "can_round", "has_kernel", "norm_rows", "rotate_heads"]
 
 _ROTATED = 256
 """Number of pairs that a program of `rotate_heads` rotates: heads × half a head's width"""
 _COLUMNS = 1024
 """Number of columns that a program of `activate` computes"""
+_ROW_COLUMNS = 16384
+"""Most columns of a row that one program holds, to round them with one scale"""
 _KINDS = {
     Nonlinearity.SILU: 0,
     Nonlinearity.GELU: 1,
@@ -34,8 +39,13 @@ def _norm(  # type: ignore[no-untyped-def]
     out_stride,
     columns,
     epsilon,
+    numbers,
+    scales,
+    groups,
     adds: tl.constexpr,
     width: tl.constexpr,
+    largest: tl.constexpr,
+    group: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, width)
@@ -48,7 +58,12 @@ def _norm(  # type: ignore[no-untyped-def]
     if adds:
         rounded = result.to(out.dtype.element_ty).to(tl.float32)
         result = tl.load(place, mask=inside, other=0.0).to(tl.float32) + rounded
-    tl.store(place, result.to(out.dtype.element_ty), mask=inside)
+    stored = result.to(out.dtype.element_ty)
+    tl.store(place, stored, mask=inside)
+    if numbers is not None:
+        begin = numbers + row * columns
+        exact = tl.where(inside, stored.to(tl.float32), 0.0)
+        store_rounded(begin, scales + row * groups, exact, 0, columns, largest, group)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -102,12 +117,18 @@ def _activate(  # type: ignore[no-untyped-def]
     columns,
     alpha,
     limit,
+    numbers,
+    scales,
+    groups,
     kind: tl.constexpr,
     gated: tl.constexpr,
     width: tl.constexpr,
+    largest: tl.constexpr,
+    group: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * width + tl.arange(0, width)
+    first = tl.program_id(1) * width
+    at = first + tl.arange(0, width)
     inside = at < columns
     begin = product + row * columns * (2 if gated else 1)
     gate = tl.load(begin + at, mask=inside, other=0.0).to(tl.float32)
@@ -129,18 +150,32 @@ def _activate(  # type: ignore[no-untyped-def]
         if kind == 3:
             factor = tl.minimum(tl.maximum(factor, -limit), limit) + 1.0
         result = result.to(out.dtype.element_ty).to(tl.float32) * factor
-    tl.store(out + row * columns + at, result.to(out.dtype.element_ty), mask=inside)
+    stored = result.to(out.dtype.element_ty)
+    tl.store(out + row * columns + at, stored, mask=inside)
+    if numbers is not None:
+        begin = numbers + row * columns
+        exact = tl.where(inside, stored.to(tl.float32), 0.0)
+        store_rounded(begin, scales + row * groups, exact, first, columns, largest, group)
 
 
 def norm_rows(
-    rows: Tensor, weight: Tensor, epsilon: float, out: Tensor, *, adds: bool = False
+    rows: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    out: Tensor,
+    *,
+    adds: bool = False,
+    rounded: RoundedRows | None = None,
+    group: int | None = None,
 ) -> None:
     """Write each row's RMSNorm to `out`, or add it; `out` may be `rows`.
 
-    rows, out: [n, width], the rows contiguous; weight: [width].
+    rows, out: [n, width], the rows contiguous; weight: [width]. rounded: where to write `out`
+    in FP8, too, with a scale for each row, or each `group` of a row.
     """
     count, columns = rows.shape
     if count:
+        width = max(triton.next_power_of_2(columns), group or 1)
         _norm[(count,)](
             rows,
             weight,
@@ -149,8 +184,12 @@ def norm_rows(
             out.stride(0),
             columns,
             epsilon,
+            *_pointers(rounded),
             adds=adds,
-            width=triton.next_power_of_2(columns),
+            width=width,
+            largest=LARGEST,
+            group=group or width,
+            num_warps=_warps(width),
         )
 
 
@@ -194,21 +233,51 @@ def has_kernel(activation: Activation) -> bool:
     return activation.nonlinearity in _KINDS and activation.cutoff is None
 
 
-def activate(product: Tensor, activation: Activation, out: Tensor) -> None:
+def can_round(width: int, group: int | None) -> bool:
+    """Return whether kernels that write rows of this width can round them, too."""
+    return group is not None or width <= _ROW_COLUMNS
+
+
+def activate(
+    product: Tensor,
+    activation: Activation,
+    out: Tensor,
+    *,
+    rounded: RoundedRows | None = None,
+    group: int | None = None,
+) -> None:
     """Write the activation of a product [n, width], or [n, 2 * width] if gated, to out [n, width].
 
-    All tensors are contiguous.
+    All tensors are contiguous. rounded: as for `norm_rows`.
     """
     count, columns = out.shape
     if count:
-        width = min(_COLUMNS, triton.next_power_of_2(columns))
+        width = max(triton.next_power_of_2(columns), group or 1)
+        if rounded is None or group is not None:
+            width = min(_COLUMNS, width)
         _activate[(count, triton.cdiv(columns, width))](
             product,
             out,
             columns,
             activation.alpha,
             activation.limit,
+            *_pointers(rounded),
             kind=_KINDS[activation.nonlinearity],
             gated=activation.gated,
             width=width,
+            largest=LARGEST,
+            group=group or width,
+            num_warps=_warps(width),
         )
+
+
+def _warps(width: int) -> int:
+    """Return the number of warps that compute `width` values."""
+    return max(4, min(16, width // 512))
+
+
+def _pointers(rounded: RoundedRows | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """Return the numbers, the scales and the number of scales of a row."""
+    if rounded is None:
+        return None, None, 0
+    return rounded.numbers.view(torch.uint8), rounded.scales, rounded.scales.shape[1]

@@ -227,6 +227,12 @@ class Operators(ABC):
         """
         return self
 
+    def choose_kernels(self) -> None:  # noqa: B027
+        """Measure kernels that compute the same on a GPU, and use the fastest from here on.
+
+        It must be called after all weights are loaded, and before a CUDA graph is captured.
+        """
+
     @abstractmethod
     def gate(
         self,

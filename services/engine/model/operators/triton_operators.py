@@ -39,6 +39,10 @@ class TritonOperators(TorchOperators):
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         norm_rows(rows, weight, epsilon, out)
 
+    def activate(self, product: Tensor, activation: Activation, out: Tensor) -> None:
+        """Write the activation of a gate's product, as `fused_kernels.activate`."""
+        activate(product, activation, out)
+
     def add_rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         norm_rows(rows, weight, epsilon, out, adds=True)
 
@@ -68,7 +72,7 @@ class TritonOperators(TorchOperators):
 
 class _TritonGate(Gate):
     def __init__(
-        self, product: Projection, activation: Activation, operators: TorchOperators
+        self, product: Projection, activation: Activation, operators: TritonOperators
     ) -> None:
         self._product = product
         self._activation = activation
@@ -82,4 +86,4 @@ class _TritonGate(Gate):
         width = out.shape[1] * (2 if self._activation.gated else 1)
         product = self._operators.temporary(rows.shape[0], width)
         self._product.into(rows, product)
-        activate(product, self._activation, out)
+        self._operators.activate(product, self._activation, out)

@@ -66,7 +66,7 @@ def _product(
     }
     aligned = tuple(name for name in ALIGNED if types[name].startswith(("*", "i")))
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    kernel = fp8_products._multiply
+    kernel = fp8_products._multiply_fp8
     compiled = compile_kernel(kernel, capability, types, constants, aligned, **options)
     compiled.check(pipelined=True)
     assert any(name in compiled.ptx for name in FP8_PRODUCTS), "the product is not of FP8"

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from tests.unit.engine.triton.gpus import SHARED_MEMORY
 
 ROOT = Path(__file__).parents[4]
-FP8 = {"_round_rows", "_round_groups", "_multiply"}
+FP8 = {"_round_rows", "_round_groups", "_multiply_fp8"}
 
 
 def launched_kernels() -> Iterator[str]:

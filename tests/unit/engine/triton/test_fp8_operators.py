@@ -1,6 +1,7 @@
 """FP8 on a GPU: kernels in Triton's interpreter, torch's FP8 product on the CPU."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.model import Model
 from services.engine.model.operators.composed_projections import AdaptedProjection
 from services.engine.model.operators.fp8_weights import FP8, Fp8Rounding, Fp8Weight
-from services.engine.model.operators.interface import ExpertWeights
+from services.engine.model.operators.interface import ExpertWeights, Projection
 from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
@@ -27,6 +28,7 @@ from tests.unit.engine.fp8_checkpoints import LAYOUTS, in_blocks, quantize
 
 activations = pytest.importorskip("services.engine.model.operators.fp8_rounding")
 products = pytest.importorskip("services.engine.model.operators.fp8_products")
+plans = pytest.importorskip("services.engine.model.operators.fp8_plan")
 operators = pytest.importorskip("services.engine.model.operators.fp8_operators")
 interpreted = pytest.mark.skipif(
     "TRITON_INTERPRET" not in os.environ, reason="a GPU runs the kernels compiled"
@@ -178,6 +180,41 @@ def test_row_has_the_same_product_beside_any_rows() -> None:
         out = torch.empty(count, 64)
         projection.into(rows[:count], out)
         torch.testing.assert_close(out[:1], alone, atol=0, rtol=1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("rounding", [BY_OUTPUT, BY_GROUP], ids=["outputs", "groups"])
+@pytest.mark.parametrize("number", [0, -1], ids=["first", "last"])
+def test_measured_kernels_have_the_same_output(
+    rounding: Fp8Rounding, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kernel that a measurement may choose, by the order of the candidates."""
+    seen: list[str] = []
+
+    def choose(candidates: Mapping[object, object], _: object, what: str) -> object:
+        seen.append(f"{what}: {' '.join(map(str, candidates))}")
+        return list(candidates)[number]
+
+    monkeypatch.setattr(plans, "fastest", choose)
+    fp8 = operators.Fp8Operators(FLOAT32, CPU, rounding)
+    projection = fp8.projection(random(64, 512), None)
+    rows = random(70, 512, seed=1)
+    usual = [projected(projection, rows[:count]) for count in (1, 40, 70)]
+    fp8.choose_kernels()
+    assert [what.split(" rows")[0] for what in seen] == [
+        f"FP8 product of {count}" for count in (16, 32, 64, 128, 256)
+    ]
+    assert all("TMA" in what for what in seen)
+    for expected, count in zip(usual, (1, 40, 70), strict=True):
+        torch.testing.assert_close(
+            projected(projection, rows[:count]), expected, atol=1e-3, rtol=1e-5
+        )
+
+
+def projected(projection: Projection, rows: Tensor) -> Tensor:
+    out = torch.full((len(rows), 64), torch.nan)
+    projection.into(rows, out)
+    return out
 
 
 @interpreted
