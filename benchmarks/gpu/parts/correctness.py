@@ -212,8 +212,8 @@ def check_fp8(context: Context) -> Rows:
     device, dtype = context.device, context.dtype
     outputs, inputs = context.size((3072, 1664), (96, 256))
     # imported here: only GPU machines have Triton
-    from services.engine.model.operators.fp8_kernels import round_groups, round_rows
     from services.engine.model.operators.fp8_operators import Fp8Operators
+    from services.engine.model.operators.fp8_rounding import round_rows
 
     for group in (None, 128):
         rounding = Fp8Rounding(group)
@@ -229,9 +229,8 @@ def check_fp8(context: Context) -> Rows:
             residual = torch.randn(count, outputs, device=device).to(dtype)
             out = residual.clone()
             projection.add_to(rows, out)
-            numbers, scales = round_rows(rows) if group is None else round_groups(rows, group)
-            factors = rows.float() if count == 1 else _decoded(numbers, scales)
-            product = factors @ exact.T
+            rounded_rows = round_rows(rows, group)
+            product = _decoded(rounded_rows.numbers, rounded_rows.scales) @ exact.T
             expected = residual.float() + product + bias.to(dtype).float()
             difference = ((out.float() - expected).abs().max() / expected.abs().max()).item()
             yield {

@@ -24,7 +24,7 @@ _SHAPES = {
 }
 """Outputs and inputs of Llama 3.1 8B's products"""
 _GROUP = 128
-_ROWS = (1, 2, 8, 16, 32, 64, 128, 256, 1024)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 _UNSCALED = "no scales (left to the next kernel)"
 """A product that is not the whole function, so it has no error"""
 _MOST_EXCHANGED = 64
@@ -80,43 +80,28 @@ def compare_products(context: Context) -> Rows:
 def _ways(product: _Product) -> Iterator[tuple[str, list[Call], int]]:
     """Yield the name, the calls and the bytes of a weight of each way."""
     # imported here: only GPU machines have Triton
-    from services.engine.model.operators.fp8_kernels import (
-        multiply_groups,
-        multiply_row,
-        round_groups,
-        round_rows,
-    )
+    from services.engine.model.operators.fp8_rounding import round_rows
 
     rows, count = product.rows, len(product.rows)
     first = product.weights[0]
     size, outputs = first.numbers.nbytes, first.numbers.shape[0]
 
     def by_output(weight: Fp8Weight) -> object:
-        numbers, scales = round_rows(rows)
-        return _scaled(numbers, weight.numbers.T, scales, weight.scales)
+        rounded = round_rows(rows, None)
+        return _scaled(rounded.numbers, weight.numbers.T, rounded.scales, weight.scales)
 
     one = torch.ones((), device=rows.device)
 
     def by_tensor(weight: Fp8Weight) -> object:
-        return _scaled(round_rows(rows)[0], weight.numbers.T, one, one)
+        return _scaled(round_rows(rows, None).numbers, weight.numbers.T, one, one)
 
     def exchanged(weight: Fp8Weight) -> object:
-        numbers, scales = round_rows(rows)
+        rounded = round_rows(rows, None)
+        numbers, scales = rounded.numbers, rounded.scales
         if missing := -count % _PADDED:
             numbers = pad(numbers.view(torch.uint8), (0, 0, 0, missing)).view(FP8)
             scales = pad(scales, (0, 0, 0, missing), value=1.0)
         return _scaled(weight.numbers, numbers.T, weight.scales.T, scales.T).T[:count]
-
-    def grouped(weight: Fp8Weight) -> object:
-        out = rows.new_empty(count, outputs)
-        rounded = round_groups(rows, _GROUP)
-        multiply_groups(rounded, weight, None, _GROUP, out, adds=False)
-        return out
-
-    def row(weight: Fp8Weight) -> object:
-        out = rows.new_empty(1, outputs)
-        multiply_row(rows, weight, None, rows.shape[1], out, adds=False)
-        return out
 
     plain: list[Call] = [partial(torch.mm, rows, each.T) for each in product.plain]
     yield "bfloat16", plain, product.plain[0].nbytes
@@ -124,10 +109,41 @@ def _ways(product: _Product) -> Iterator[tuple[str, list[Call], int]]:
     yield _UNSCALED, _each(by_tensor, product.weights), size
     if count <= _MOST_EXCHANGED:
         yield "rowwise scales, operands exchanged", _each(exchanged, product.weights), size
-    if count > 1:
-        yield f"our kernel, groups of {_GROUP}", _each(grouped, product.grouped), size
-    else:
-        yield "our kernel for one row", _each(row, product.weights), size
+    for how, calls in _ours(product):
+        yield how, calls, size
+
+
+def _ours(product: _Product) -> Iterator[tuple[str, list[Call]]]:
+    """Yield the calls of our kernel: by both ways to load, and by numbers of parts."""
+    # imported here: only GPU machines have Triton
+    from services.engine.model.attention.multiprocessors import count_multiprocessors
+    from services.engine.model.operators.fp8_products import (
+        MOST_DIVIDED,
+        TILES,
+        Fp8Matrix,
+        Tile,
+        count_parts,
+        multiply,
+    )
+    from services.engine.model.operators.fp8_rounding import round_rows
+
+    rows, count = product.rows, len(product.rows)
+    usual = next((tile for tile in TILES if tile.rows >= count), TILES[-1])
+
+    def call(matrix: Fp8Matrix, tile: Tile, parts: int) -> object:
+        out = rows.new_empty(count, matrix.shape[0])
+        multiply(round_rows(rows, matrix.group), matrix, tile, parts, out, adds=False)
+        return out
+
+    for group, weights in ((None, product.weights), (_GROUP, product.grouped)):
+        matrices = [Fp8Matrix.of(weight, None, group) for weight in weights]
+        parts = count_parts(matrices[0], TILES[0], count_multiprocessors(rows.device))
+        tried = {max(1, parts // 2), parts, 2 * parts} if count <= MOST_DIVIDED else {1}
+        for number in sorted(tried):
+            for tile in (usual, usual.with_descriptor()):
+                how = f"our kernel, {'TMA' if tile.by_descriptor else 'cp.async'}, {number} parts"
+                what = how if group is None else f"{how}, groups of {group}"
+                yield what, [partial(call, matrix, tile, number) for matrix in matrices]
 
 
 def _each(call: Callable[[Fp8Weight], object], weights: Sequence[Fp8Weight]) -> list[Call]:
