@@ -11,6 +11,7 @@ from torch import Tensor
 from services.engine.model.attention.multiprocessors import count_multiprocessors
 from services.engine.model.launch_times import fastest
 from services.engine.model.operators.fp8_products import (
+    MOST_DIVIDED,
     MOST_PARTS,
     TILES,
     Fp8Matrix,
@@ -22,14 +23,14 @@ from services.engine.model.operators.fp8_rounding import RoundedRows, round_rows
 
 __all__ = ["Fp8Plan"]
 
-_OURS = 64
-"""Most rows with which our kernel multiplies by default where torch has a product, too"""
 _MEASURED = (16, 32, 64, 128, 256)
 """Numbers of rows with which kernels are measured; more rows than the last have torch's product"""
 _TIMED_BYTES = 256 << 20
 """Bytes of weights that a measurement reads, several times those of an L2 cache"""
 _WITH_DESCRIPTORS = (9, 0)
 """Least compute capability with a tensor memory accelerator"""
+_FEW_REGISTERS = 10
+"""Compute capability of a B200, where the largest tile spills registers if groups have scales"""
 
 
 class Product(ABC):
@@ -94,16 +95,21 @@ class Fp8Plan:
     def __init__(self, matrix: Fp8Matrix, dtype: torch.dtype) -> None:
         """dtype: that of the outputs."""
         device = matrix.weight.numbers.device
+        # Triton's interpreter stands for an H100.
+        is_cuda = device.type == "cuda"
+        capability = torch.cuda.get_device_capability(device) if is_cuda else _WITH_DESCRIPTORS
         self._dtype = dtype
-        self._has_descriptors = _has_descriptors(device)
+        self._has_descriptors = capability >= _WITH_DESCRIPTORS
         self._parts = count_parts(matrix, TILES[0], count_multiprocessors(device))
         self._has_torch = matrix.group is None
+        spills = capability[0] == _FEW_REGISTERS and not self._has_torch
+        self._tiles = TILES[:-1] if spills else TILES
         self._products: dict[int, Product] = {rows: self._usual(rows) for rows in _MEASURED}
         self._largest: Product
         if self._has_torch:
             self._largest = _TorchProduct(dtype)
         else:
-            self._largest = _OurProduct(TILES[-1], 1)
+            self._largest = _OurProduct(self._tiles[-1], 1)
 
     def product(self, count: int) -> Product:
         """Return the kernel for `count` rows."""
@@ -135,13 +141,13 @@ class Fp8Plan:
 
     def _usual(self, rows: int) -> Product:
         """Return the kernel that is used without a measurement."""
-        if rows > _OURS and self._has_torch:
+        if rows > MOST_DIVIDED and self._has_torch:
             return _TorchProduct(self._dtype)
         return self._ours(rows, self._parts)
 
     def _ours(self, rows: int, parts: int) -> _OurProduct:
-        tile = next((tile for tile in TILES if tile.rows >= rows), TILES[-1])
-        return _OurProduct(tile, parts if rows <= _OURS else 1)
+        tile = next((tile for tile in self._tiles if tile.rows >= rows), self._tiles[-1])
+        return _OurProduct(tile, parts if rows <= MOST_DIVIDED else 1)
 
     def _candidates(self, rows: int) -> list[Product]:
         """Return the kernels to measure, first the one whose output the others must have."""
@@ -153,12 +159,6 @@ class Fp8Plan:
             ours += [_OurProduct(each.tile.with_descriptor(), each.parts) for each in ours]
         theirs = [_TorchProduct(self._dtype)] if self._has_torch else []
         return [*theirs, *ours]
-
-
-def _has_descriptors(device: torch.device) -> bool:
-    """Return whether a GPU has a tensor memory accelerator; Triton's interpreter stands for one."""
-    is_cuda = device.type == "cuda"
-    return not is_cuda or torch.cuda.get_device_capability(device) >= _WITH_DESCRIPTORS
 
 
 def _launch(product: Product, rows: RoundedRows, matrix: Fp8Matrix, out: Tensor) -> Tensor:

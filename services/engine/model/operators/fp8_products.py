@@ -16,12 +16,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from services.engine.model.operators.fp8_rounding import RoundedRows
 from services.engine.model.operators.fp8_weights import Fp8Weight
 
-__all__ = ["MOST_PARTS", "TILES", "Fp8Matrix", "Tile", "count_parts", "multiply"]
+__all__ = ["MOST_DIVIDED", "MOST_PARTS", "TILES", "Fp8Matrix", "Tile", "count_parts", "multiply"]
 
 _INPUTS = 128
 """Inputs of a tile, the same for all numbers of rows: all sum in the same order"""
 _LEAST_STEPS = 4
 """Least tiles of inputs that a program reads, to fill its pipeline"""
+MOST_DIVIDED = 64
+"""Most rows of a tile whose inputs programs divide: the sums of more take too many registers"""
 MOST_PARTS = 8
 """Most programs among which the inputs of a tile are divided"""
 _PROGRAMS = 2
@@ -93,7 +95,8 @@ def multiply(
 ) -> None:
     """Write rows @ weight.T + bias to `out` [n, outputs], or add it.
 
-    parts: number of programs that divide a tile's inputs; 1 if there are more rows than the tile's.
+    parts: number of programs that divide a tile's inputs; 1 if there are more rows than the tile's,
+    or more than `MOST_DIVIDED`.
     """
     numbers, weight = rows.numbers, matrix.weight
     count, inputs = numbers.shape
@@ -101,7 +104,7 @@ def multiply(
     tile_inputs = matrix.group or _INPUTS
     tiles = triton.cdiv(outputs, tile.outputs)
     row_tiles = triton.cdiv(count, tile.rows)
-    assert parts == 1 or row_tiles == 1, "a program needs a counter of its own tile"
+    assert parts == 1 or count <= min(tile.rows, MOST_DIVIDED), "only one tile of rows is divided"
     sums = numbers.new_empty(parts * tiles * tile.outputs * tile.rows, dtype=torch.float32)
     factor = weight.numbers
     if tile.by_descriptor:
@@ -124,6 +127,7 @@ def multiply(
         is_grouped=matrix.group is not None,
         is_even=inputs % tile_inputs == 0 and outputs % tile.outputs == 0,
         by_descriptor=tile.by_descriptor,
+        most_divided=MOST_DIVIDED,
         tile_rows=tile.rows,
         tile_outputs=tile.outputs,
         tile_inputs=tile_inputs,
@@ -150,6 +154,7 @@ def _multiply_fp8(
     is_grouped: tl.constexpr,
     is_even: tl.constexpr,
     by_descriptor: tl.constexpr,
+    most_divided: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
@@ -192,7 +197,7 @@ def _multiply_fp8(
         product += addend
 
     is_last = True
-    if parts > 1:
+    if tile_rows <= most_divided and parts > 1:
         size: tl.constexpr = tile_outputs * tile_rows
         cell = tl.arange(0, tile_outputs)[:, None] * tile_rows + tl.arange(0, tile_rows)[None, :]
         cells = sums + tl.program_id(1).to(tl.int64) * (parts * size) + cell

@@ -12,6 +12,8 @@ __all__ = ["compile_all"]
 LEAST_CAPABILITY = 89
 DESCRIPTORS = 90
 """Least capability with a tensor memory accelerator"""
+SPILLING = 100
+"""Capability at which groups take a smaller tile"""
 TYPES = {
     **dict.fromkeys(("out", "bias"), "*bf16"),
     **dict.fromkeys(("sums", "scales", "row_scales"), "*fp32"),
@@ -41,9 +43,10 @@ def compile_all(capability: int) -> Iterator[Compiled]:
         compiled = compile_kernel(kernel, capability, TYPES, ROUNDING | constants, ALIGNED)
         compiled.check()
         yield compiled
-    few, *_, most = TILES
+    few, *_, most, largest = TILES
     yield from (_product(tile, capability) for tile in TILES)
-    yield from (_product(tile, capability, group=64) for tile in (few, most))
+    grouped = most if capability == SPILLING else largest
+    yield from (_product(tile, capability, group=128) for tile in (few, grouped))
     yield _product(few, capability, is_even=False)
     if capability >= DESCRIPTORS:
         yield from (_product(tile.with_descriptor(), capability) for tile in TILES)
@@ -60,6 +63,7 @@ def _product(
         "is_grouped": group is not None,
         "is_even": is_even,
         "by_descriptor": tile.by_descriptor,
+        "most_divided": fp8_products.MOST_DIVIDED,
         "tile_rows": tile.rows,
         "tile_outputs": tile.outputs,
         "tile_inputs": tile_inputs,
