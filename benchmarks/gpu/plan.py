@@ -57,7 +57,7 @@ PARTS: Sequence[Part] = (
     Part(
         "fp8 products",
         f"{_HERE}.fp8_products:compare_products",
-        45,
+        60,
         "Which product of FP8 weights is the fastest at 1 to 1,024 rows?",
     ),
     Part(

@@ -84,7 +84,7 @@ def _ways(product: _Product) -> Iterator[tuple[str, list[Call], int]]:
 
     rows, count = product.rows, len(product.rows)
     first = product.weights[0]
-    size, outputs = first.numbers.nbytes, first.numbers.shape[0]
+    size = first.numbers.nbytes
 
     def by_output(weight: Fp8Weight) -> object:
         rounded = round_rows(rows, None)
@@ -138,7 +138,8 @@ def _ours(product: _Product) -> Iterator[tuple[str, list[Call]]]:
     for group, weights in ((None, product.weights), (_GROUP, product.grouped)):
         matrices = [Fp8Matrix.of(weight, None, group) for weight in weights]
         parts = count_parts(matrices[0], TILES[0], count_multiprocessors(rows.device))
-        tried = {max(1, parts // 2), parts, 2 * parts} if count <= MOST_DIVIDED else {1}
+        tried = {parts} if group else {max(1, parts // 2), parts, 2 * parts}
+        tried = tried if count <= MOST_DIVIDED else {1}
         for number in sorted(tried):
             for tile in (usual, usual.with_descriptor()):
                 how = f"our kernel, {'TMA' if tile.by_descriptor else 'cp.async'}, {number} parts"
