@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from services.engine.model.attention.launch_times import fastest
 from services.engine.model.attention.multiprocessors import count_multiprocessors
-from services.engine.model.launch_times import fastest
 from services.engine.model.operators.fp8_products import (
     MOST_DIVIDED,
     MOST_PARTS,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.engine.model import launch_times
-from services.engine.model.launch_times import fastest
+from services.engine.model.attention import launch_times
+from services.engine.model.attention.launch_times import fastest
 
 SECONDS: dict[str, float] = {"usual": 100e-6, "as fast": 98e-6, "faster": 50e-6, "fastest": 10e-6}
 OUTPUT = torch.tensor([1.0, -200.0])
