@@ -38,7 +38,8 @@ def choose_backend(
     pair_scores: addends to the scores; torch computes attention with them. tiled: whether the
     operators read and write tiles where the machine has the kernels. with_xformers: decode with
     xformers' kernel on a GPU. kv_dtype: type of the cache, as for `resolve_kv_dtype`. Raises
-    StartupError if xformers is not installed, or the cache can't have that type.
+    StartupError if xformers is not installed or can't run on the installed Triton, or the cache
+    can't have that type.
     """
     cached = resolve_kv_dtype(kv_dtype, spec, dtype, device)
     if pair_scores is not None:
@@ -91,7 +92,8 @@ def _with_xformers(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
         # Imported here, because it takes seconds and is seldom installed.
         from services.engine.model.attention.xformers_backend import XformersAttention
     except ImportError as error:
+        command = install_command("xformers")
         raise StartupError(
-            f"--attention xformers: {error}; `{install_command('gpu')}` installs it."
+            f"--attention xformers: {error}; `{command}` installs what it needs."
         ) from error
     return XformersAttention(spec, dtype, device)

@@ -7,6 +7,7 @@ faster: it is compiled once, xformers' for each number of rows.
 import logging
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -17,6 +18,11 @@ from services.engine.model.attention.interface import AttentionStep
 from services.engine.model.attention.multiprocessors import count_multiprocessors
 from services.engine.model.attention.paged_backend import PagedAttention, tokens_of
 from services.engine.model.attention.paged_tiles import count_splits
+
+if not hasattr(triton.language, "make_block_ptr"):
+    raise ImportError(
+        f"xformers' kernel reads by block pointers, which Triton {triton.__version__} lacks"
+    )
 
 
 def _is_no_lack_of_extensions(record: logging.LogRecord) -> bool:

@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.common.settings import StartupError
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention import choose_backend
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
@@ -25,6 +27,7 @@ from tests.unit.engine.checkpoints.driver import keep_last
 from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.specs import one_layer
 
+triton = pytest.importorskip("triton")
 paged = pytest.importorskip("services.engine.model.attention.paged_backend")
 xformers = pytest.importorskip("services.engine.model.attention.xformers_backend")
 
@@ -190,6 +193,18 @@ def test_whole_prompts_equal_the_torch_backend(
     monkeypatch.setattr(paged, "flash_attention", flash_attention)
     spans = [(1, 70)] * num_decodes + [(5, 5), (70, 70), (1, 1)]
     Case(with_heads(spec, 4, 2, window), num_decodes, spans).check()
+
+
+def test_triton_without_block_pointers_is_refused(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra `gpu` allows a newer Triton than xformers' kernel; the engine says so at start."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.delattr(triton.language, "make_block_ptr")
+    monkeypatch.delitem(sys.modules, xformers.__name__)
+    with pytest.raises(StartupError, match=r"^--attention xformers: .*Triton [\d.]+ lacks; `.*`"):
+        choose_backend(spec, torch.bfloat16, torch.device("cuda"), with_xformers=True)
+    assert choose_backend(spec, torch.bfloat16, torch.device("cuda")).name == "triton"
 
 
 def test_import_warns_of_no_extensions() -> None:
