@@ -88,6 +88,11 @@ class Templates:
         """Return items of a list that are there on a condition."""
         return [self.line(f"{{{{- if {condition} }}}}"), *items, self.line("{{- end }}")]
 
+    def items(self, path: str, indent: int) -> str:
+        """Return a word that becomes the items of a list of the values, which may be empty."""
+        items = f"{{{{- toYaml . | nindent {indent} }}}}"
+        return self.line(f"{{{{- with {path} }}}}\n{' ' * indent}{items}\n{{{{- end }}}}")
+
     def value(self, key: str, path: str) -> str:
         """Return a word that becomes a key with a structure of the values."""
         return self.line(f"{key}: {{{{- toYaml {path} | nindent INDENT }}}}")
@@ -166,7 +171,8 @@ def default_values(manifests: Sequence[Manifest]) -> Manifest:
         if claims := manifest["spec"].get("volumeClaimTemplates"):
             own["storage"] = claims[0]["spec"]["resources"]["requests"]["storage"]
         if name == "engine":
-            own["tolerations"] = []
+            own["image"] = _name_of(container_of(manifest)["image"])
+            own |= {"tolerations": [], "extraVolumes": [], "extraVolumeMounts": []}
         values[key_of(name)] = own
     return values
 
@@ -185,8 +191,14 @@ def preset(overlay: Sequence[Manifest], base: Sequence[Manifest], fixed: Manifes
             own["extraArgs"] = more
         if manifest["spec"].get("replicas") != before[name]["spec"].get("replicas"):
             own["replicas"] = manifest["spec"]["replicas"]
-        if tolerations := manifest["spec"]["template"]["spec"].get("tolerations"):
+        pod, plain_pod = (each["spec"]["template"]["spec"] for each in (manifest, before[name]))
+        if tolerations := pod.get("tolerations"):
             own["tolerations"] = tolerations
+        if container["image"] != plain["image"]:
+            own["image"] = _name_of(container["image"])
+        if name == "engine" and (volumes := _added(pod["volumes"], plain_pod["volumes"])):
+            own["extraVolumes"] = volumes
+            own["extraVolumeMounts"] = _added(container["volumeMounts"], plain["volumeMounts"])
         if own:
             values[key_of(name)] = values.get(key_of(name), {}) | own
     [model] = [each["data"] for each in overlay if each["kind"] == "ConfigMap"]
@@ -194,6 +206,12 @@ def preset(overlay: Sequence[Manifest], base: Sequence[Manifest], fixed: Manifes
         path = {"path": model["MODEL"], "id": model["MODEL_ID"]}
         values["model"] = values.get("model", {}) | path
     return values
+
+
+def _added(items: Sequence[Manifest], before: Sequence[Manifest]) -> list[Manifest]:
+    """Return the items whose names are not among those before."""
+    known = {each["name"] for each in before}
+    return [each for each in items if each["name"] not in known]
 
 
 def template(manifest: Manifest) -> str:
@@ -246,7 +264,10 @@ def _open_workload(templates: Templates, manifest: Manifest) -> None:
         spec["replicas"] = templates.inline(f"{values}.replicas")
     pod = spec["template"]["spec"]
     [container] = pod["containers"]
-    container["image"] = _image(templates, container["image"])
+    if name == "engine":
+        container["image"] = _named_image(templates, f"{values}.image")
+    else:
+        container["image"] = _image(templates, container["image"])
     container["args"] = [*_arguments(templates, container["args"], name)]
     more = f"{{{{- range {values}.extraArgs }}}}\n        - {{{{ . | quote }}}}\n{{{{- end }}}}"
     container["args"].append(templates.line(more))
@@ -272,6 +293,9 @@ def _open_workload(templates: Templates, manifest: Manifest) -> None:
         tolerations = f"{values}.tolerations"
         structure = f" {{{{- toYaml {tolerations} | nindent INDENT }}}}"
         pod["tolerations"] = templates.optional("tolerations", tolerations, structure)
+        mounts = templates.items(f"{values}.extraVolumeMounts", indent=8)
+        container["volumeMounts"].append(mounts)
+        pod["volumes"].append(templates.items(f"{values}.extraVolumes", indent=6))
     if claims := spec.get("volumeClaimTemplates"):
         condition = f"{values}.storage"
         claims[0]["spec"]["resources"]["requests"]["storage"] = templates.inline(condition)
@@ -293,9 +317,17 @@ def _open_download(templates: Templates, manifest: Manifest) -> None:
     claim["persistentVolumeClaim"]["claimName"] = templates.inline(".Values.model.claim")
 
 
+def _name_of(image: str) -> str:
+    return image.partition(":")[0]
+
+
 def _image(templates: Templates, image: str) -> str:
-    name = image.partition(":")[0]
-    return templates.inline(f'include "tokenwire.image" (dict "root" . "name" "{name}")')
+    return _named_image(templates, f'"{_name_of(image)}"')
+
+
+def _named_image(templates: Templates, name: str) -> str:
+    """Return a word for the image with a name, which is an expression."""
+    return templates.inline(f'include "tokenwire.image" (dict "root" . "name" {name})')
 
 
 def _arguments(templates: Templates, arguments: Sequence[str], name: str) -> Iterator[str]:

@@ -18,12 +18,21 @@ def compose_program() -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def images(compose_program: tuple[str, ...]) -> None:
     """Build the images of the services, and the one of all services."""
-    built = subprocess.run(
-        [*compose_program, "build"], cwd=ROOT, check=False, capture_output=True, text=True
-    )
-    assert built.returncode == 0, built.stdout[-5000:] + built.stderr[-5000:]
+    build(*compose_program, "build")
     names = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "TORCH_INDEX_URL")
     given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     arguments = [part for each in given for part in ("--build-arg", each)]
     file = ("-f", "deploy/docker/Dockerfile")
     docker("build", "-q", "-t", ALL_SERVICES, *file, *arguments, ".", folder=ROOT)
+
+
+@pytest.fixture(scope="session")
+def gpu_image(compose_program: tuple[str, ...]) -> None:
+    """Build the image of the engine for GPUs."""
+    files = ("-f", "docker-compose.yml", "-f", "docker-compose.gpu.yml")
+    build(*compose_program, *files, "build", "engine")
+
+
+def build(*command: str) -> None:
+    built = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout[-5000:] + built.stderr[-5000:]

@@ -94,6 +94,12 @@ def test_list_of_packages_is_that_of_the_image(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
+def test_image_for_cpus_has_no_compiler(image: str) -> None:
+    command = ("--entrypoint", "sh", image, "-c", "command -v gcc cc || echo none")
+    assert docker("run", "--rm", *command) == "none"
+
+
+@pytest.mark.parametrize("image", IMAGES)
 def test_image_is_small(image: str) -> None:
     name = image.partition(":")[0].rpartition("/")[2]
     assert megabytes(image) < LIMITS.get(name, LIMIT)

@@ -50,7 +50,7 @@ else:
 pytestmark = [
     needs_kubectl,
     pytest.mark.timeout(3600),
-    pytest.mark.usefixtures("images"),
+    pytest.mark.usefixtures("images", "gpu_image"),
 ]
 
 
@@ -128,7 +128,7 @@ class Cluster:
             "--security-opt=no-new-privileges",
             *network,
             *(part for key, value in variables.items() for part in ("-e", f"{key}={value}")),
-            *self._mounts(pod["spec"], container),
+            *self.mounts(pod["spec"], container),
             *entry,
             container["image"],
             *command,
@@ -151,7 +151,8 @@ class Cluster:
                 assert variable["valueFrom"]["secretKeyRef"]["optional"]
         return {**values, **self.variables}
 
-    def _mounts(self, pod: dict[str, Any], container: dict[str, Any]) -> Iterator[str]:
+    def mounts(self, pod: dict[str, Any], container: dict[str, Any]) -> Iterator[str]:
+        """Yield the options that mount the volumes of a container."""
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         for mount in container.get("volumeMounts", ()):
             volume, path = volumes.get(mount["name"], {}), mount["mountPath"]

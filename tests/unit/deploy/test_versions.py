@@ -12,7 +12,7 @@ from tests.manifests import ROOT, needs_kubectl
 
 NAMES = re.compile(
     r"""(?x) image:[ ]tokenwire(?:/[\w-]+)?:(\S+)
-    | name:[ ]tokenwire(?:/\w+)?,[ ]newTag:[ ](\S+)\}
+    | name:[ ]tokenwire(?:/[\w-]+)?,[ ]newTag:[ ](\S+)\}
     | ARG[ ]VERSION=(\S+)
     | (?m:^(?:appVersion|version):[ ](\S+))"""
 )
