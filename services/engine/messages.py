@@ -367,6 +367,8 @@ class LoadSnapshot(NamedTuple):
     """Use of each cache group"""
     drafts: tuple[DraftCount, ...] = ()
     """Drafts since the start"""
+    oversized_steps: int = 0
+    """Steps since the start that were larger than the memory that CUDA graphs reserve"""
 
 
 class CacheChange(NamedTuple):

@@ -74,7 +74,7 @@ class Staging:
 
     A GPU has two pinned host buffers, used in turn: one is written while the other may still be
     copied. The one device buffer is written and read in launch order. It keeps its address, which
-    CUDA graphs rely on, until a step exceeds the reserved size.
+    CUDA graphs rely on, as long as `holds` is true of all steps.
     """
 
     def __init__(
@@ -103,10 +103,17 @@ class Staging:
         for host in self._hosts:
             host.grow(tokens, sequences, blocks, runs)
 
+    def holds(
+        self, tokens: int, tables: Sequence[list[int]], least_blocks: int = 1, runs: int = 0
+    ) -> bool:
+        """Return whether a step fits into the present memory; parameters of `lay_out`."""
+        widest, sequences = self._extent(tables, least_blocks)
+        return self._hosts[0].holds(tokens, sequences, widest, runs)
+
     def lay_out(
         self, tokens: int, tables: Sequence[list[int]], least_blocks: int = 1, runs: int = 0
     ) -> HostFields:
-        """Return the fields of a step to fill in.
+        """Return the fields of a step to fill in; move to larger memory if it does not fit.
 
         tables: the blocks of the first sequence in each group, then those of the next sequence.
         least_blocks: number of blocks of a sequence for which the tables must be wide enough.
@@ -114,12 +121,15 @@ class Staging:
         A list in `tables` may only grow from step to step: only blocks added to the same list
         object are copied.
         """
-        widest = max(least_blocks, *map(len, tables))
-        sequences = len(tables) // self._groups
+        widest, sequences = self._extent(tables, least_blocks)
         if not self._hosts[0].holds(tokens, sequences, widest, runs):
             self.reserve(2 * tokens, 2 * sequences, 2 * widest, 2 * runs)
         self._hosts.reverse()
         return self._hosts[0].lay_out(tokens, tables, widest, runs)
+
+    def _extent(self, tables: Sequence[list[int]], least_blocks: int) -> tuple[int, int]:
+        """Return the blocks of the widest table, and the number of sequences."""
+        return max(least_blocks, *map(len, tables)), len(tables) // self._groups
 
     def send(self) -> DeviceFields:
         """Start the copy of the filled-in fields, and return them on the device."""

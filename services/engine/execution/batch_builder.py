@@ -1,5 +1,6 @@
 """Batches of step plans."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from services.engine.scheduling.step_plan import StepPlan
 
 __all__ = ["BatchBuilder", "DeviceTokens", "adapters_of"]
 
+_LOG = logging.getLogger("loop")
 _MOST_RUNS = 3
 """Most runs of a chunk that do not end at a regular snapshot, but at the chunk's last borders"""
 
@@ -40,7 +42,11 @@ class DeviceTokens:
 
 
 class BatchBuilder:
-    """Builder of flat batches, whose integers lie in one staging buffer."""
+    """Builder of flat batches, whose integers lie in one staging buffer.
+
+    Once it is reserved the buffer stays in place, because graphs hold its address: larger steps lie
+    in another one.
+    """
 
     def __init__(self, decoder: Model, cache: KVCache) -> None:
         self._cache = cache
@@ -48,6 +54,10 @@ class BatchBuilder:
         self._reads_shared_once = decoder.reads_shared_once
         groups = range(len(cache.groups) or 1)
         self._staging = Staging(decoder.device, len(groups))
+        self._larger_staging = Staging(decoder.device, len(groups))
+        self._is_reserved = False
+        self.oversized_steps = 0
+        """Number of steps that were larger than reserved"""
         self._spare = [[cache.blocks_of(group) - 1] for group in groups]
         """Block of each cache group that padded rows write to"""
         self._spare_run = StateRun(1, -1, cache.num_slots - 1)
@@ -60,6 +70,7 @@ class BatchBuilder:
         if self._cache.states:
             runs = _MOST_RUNS * sequences + tokens // self._cache.block_size
         self._staging.reserve(tokens, sequences, blocks, runs)
+        self._is_reserved = True
 
     def build(
         self,
@@ -89,7 +100,8 @@ class BatchBuilder:
         if self._cache.states:
             runs = [run for each in sequences if each.states for run in each.states.runs]
             runs += [self._spare_run] * padding
-        fields = self._staging.lay_out(sum(counts), tables, least_blocks, len(runs))
+        staging = self._staging_of(sum(counts), tables, least_blocks, len(runs))
+        fields = staging.lay_out(sum(counts), tables, least_blocks, len(runs))
         fields.query_starts[0] = 0
         np.cumsum(counts, out=fields.query_starts[1:])
         fields.context_lengths[:] = ends
@@ -103,7 +115,7 @@ class BatchBuilder:
         if is_partial := outputs != counts:
             _fill_output_rows(fields, outputs)
         images = self.images.of(plan, fields) if self.images.affect(plan) else NO_IMAGES
-        staged = self._staging.send()
+        staged = staging.send()
         if drawn is not None:
             known = torch.cat((drawn.ids, staged.token_ids))
             torch.index_select(known, 0, staged.sources, out=staged.token_ids)
@@ -135,6 +147,23 @@ class BatchBuilder:
         if images.visible_ends is None:
             return batch
         return batch.with_ends(images.visible_ends, self.images.groups_ahead)
+
+    def _staging_of(
+        self, tokens: int, tables: Sequence[list[int]], least_blocks: int, runs: int
+    ) -> Staging:
+        """Return the staging of a step. The parameters are those of `Staging.lay_out`."""
+        if not self._is_reserved or self._staging.holds(tokens, tables, least_blocks, runs):
+            return self._staging
+        if not self.oversized_steps:
+            _LOG.warning(
+                "a step of %d tokens and %d block tables, the longest of %d blocks, is larger than "
+                "the reserved memory: such steps run without CUDA graphs",
+                tokens,
+                len(tables),
+                max(map(len, tables)),
+            )
+        self.oversized_steps += 1
+        return self._larger_staging
 
     def _token_types(self, plan: StepPlan, counts: list[int]) -> Tensor | None:
         """Return the type of each token, 1 in the second text of a pair; None without pairs."""

@@ -36,7 +36,7 @@ from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings
 from services.engine.start_check import require_room, stored_weights
 
-__all__ = ["LoadedModel", "graph_capacity", "load", "step_tokens"]
+__all__ = ["LoadedModel", "graph_capacity", "largest_step_tokens", "load", "step_tokens"]
 
 _LOG = logging.getLogger("loop")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -184,6 +184,14 @@ def step_tokens(settings: EngineSettings, decoder: Model) -> int:
     return max(settings.max_step_tokens, longest)
 
 
+def largest_step_tokens(settings: EngineSettings, decoder: Model) -> int:
+    """Return the most tokens of a step: those of prompts, and of decodes with their drafts."""
+    rows = settings.max_running
+    if decoder.computes_logits:
+        rows = max_logit_rows(rows)
+    return step_tokens(settings, decoder) + rows
+
+
 def _cache_need(settings: EngineSettings, decoder: Model) -> CacheNeed:
     """Return the cache memory that the model needs. The bytes are for this rank's part."""
     spec = decoder.spec
@@ -208,7 +216,7 @@ def _reserve(settings: EngineSettings, decoder: Model, ranks: RankGroup) -> int:
 
     Raises StartupError.
     """
-    tokens = step_tokens(settings, decoder) + settings.max_running
+    tokens = largest_step_tokens(settings, decoder)
     rows = max_logit_rows(settings.max_running) if decoder.computes_logits else 0
     context = wanted_context(settings.context_length, decoder.spec.context_length)
     further = decoder.pass_bytes(tokens, rows, context) if decoder.device.type == "cpu" else 0
@@ -268,8 +276,7 @@ def graph_capacity(
     if decoder.device.type != "cuda" or not decoder.is_capturable:
         return None
     blocks = -(-context_length // decoder.block_size)
-    tokens = step_tokens(settings, decoder) + settings.max_running
-    return StepCapacity(tokens, settings.max_running, blocks)
+    return StepCapacity(largest_step_tokens(settings, decoder), settings.max_running, blocks)
 
 
 def _sharers(decoder: Model, ranks: RankGroup) -> int:

@@ -113,6 +113,11 @@ class ModelRunner:
                 progress.add()
 
     @property
+    def oversized_steps(self) -> int:
+        """Number of steps that were larger than the reserved size, and so ran without graphs."""
+        return self._batches.oversized_steps
+
+    @property
     def piece_sizes(self) -> Sequence[int]:
         """Numbers of tokens of padded steps with prompts that may run in pieces, largest first."""
         return () if self._pieces is None else self._pieces.sizes

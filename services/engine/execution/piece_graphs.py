@@ -38,8 +38,7 @@ class PieceGraphs:
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         """Graphs of all layers, by number of tokens"""
         self._held: object = None
-        """The decoder's buffers, which the graphs read and write; a larger pass than was reserved
-        moves them"""
+        """The decoder's buffers, which the graphs read and write"""
         groups = range(len(cache.groups) or 1)
         spare = [(cache.blocks_of(group) - 1) * cache.block_size for group in groups]
         self._spare_slots = torch.tensor(spare, device=decoder.device)[:, None]
@@ -56,7 +55,7 @@ class PieceGraphs:
         """
         size = token_bucket(len(batch.token_ids))
         graphs = self._graphs.get(size)
-        if self._is_cuda and (graphs is None or self._held is not self._decoder.buffers):
+        if self._is_cuda and graphs is None:
             return self._decoder.forward(batch, self._cache)
         self._fill_in(batch)
         for layer in range(self._decoder.spec.num_layers):
@@ -70,7 +69,8 @@ class PieceGraphs:
     def capture(self, tokens: int) -> None:
         """Capture the pieces of steps of `tokens` tokens, which is one of `sizes`.
 
-        All sizes must be captured before the decoder's buffers move. On the CPU the pieces run.
+        The decoder must have reserved its buffers, which then stay in place. On the CPU the pieces
+        run.
         """
         self._inputs[2:] = self._spare_slots
         layers, batch = range(self._decoder.spec.num_layers), self._padded[tokens]

@@ -21,6 +21,7 @@ __all__ = [
     "KV_FREE_BLOCKS",
     "KV_USED_RATIO",
     "MOVED_MATCHERS",
+    "OVERSIZED_STEPS",
     "PREEMPTIONS",
     "PROMPT_TOKENS",
     "QUEUED_TOKENS",
@@ -81,6 +82,10 @@ ACCEPTED_DRAFT_TOKENS = Counter(
     "tokenwire_engine_accepted_draft_tokens",
     "Tokens of drafts that became tokens of the output.",
     ["source"],
+)
+OVERSIZED_STEPS = Counter(
+    "tokenwire_engine_oversized_steps",
+    "Steps larger than the memory that CUDA graphs reserve, which run without graphs.",
 )
 IMAGES = Counter(
     "tokenwire_engine_images", "Images of prompts: encoded, cached or unreadable.", ["outcome"]

@@ -64,7 +64,7 @@ class LoadMetrics:
     """Metrics of the loop's load."""
 
     def __init__(self) -> None:
-        self._preemptions = self._steps = 0
+        self._preemptions = self._steps = self._oversized_steps = 0
         self._drafts: dict[str, DraftCount] = {}
         """Drafts so far, by their source"""
 
@@ -79,7 +79,9 @@ class LoadMetrics:
         metrics.KV_USED_RATIO.set(used_share)
         metrics.PREEMPTIONS.inc(load.preemptions - self._preemptions)
         metrics.STEPS.inc(load.steps - self._steps)
+        metrics.OVERSIZED_STEPS.inc(load.oversized_steps - self._oversized_steps)
         self._preemptions, self._steps = load.preemptions, load.steps
+        self._oversized_steps = load.oversized_steps
         for count in load.drafts:
             self._observe_drafts(count)
 

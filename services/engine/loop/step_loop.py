@@ -205,6 +205,7 @@ class StepLoop:
             steps=self._steps,
             pools=scheduler.caches.uses(),
             drafts=draft_counts([scheduler.drafts]),
+            oversized_steps=self._runner.oversized_steps,
         )
         return StepOutput(self._requests.take_outputs(), load, scheduler.caches.take_changes())
 

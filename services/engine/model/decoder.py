@@ -116,8 +116,11 @@ class Decoder(LayerStack):
             self._run_adapted(batch, begin, layers)
             return kept.hidden
         begin()
-        if self._recording is None or any(len(image.embeddings) > 1 for image in batch.images):
-            layers()  # a recording lacks what images add between the layers
+        # A recording lacks what images add between the layers, and holds the reserved buffers.
+        adds_images = any(len(image.embeddings) > 1 for image in batch.images)
+        has_own_buffers = self._exceeds_reserve(len(batch.token_ids))
+        if self._recording is None or adds_images or has_own_buffers:
+            layers()
         else:
             self._recording.run(batch, cache, layers)
         return kept.hidden

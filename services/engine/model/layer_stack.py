@@ -173,6 +173,8 @@ class LayerStack(Model):
             for layer, mixer, shape in zip(weights.layers, mixers, spec.layers, strict=True)
         ]
         self._activations = self._step_activations = self._allocate(64)
+        self._is_reserved = False
+        """True once `reserve` has allocated the buffers of the largest pass"""
 
     @property
     def buffers(self) -> object:
@@ -182,9 +184,11 @@ class LayerStack(Model):
         self._operators.choose_kernels()
 
     def reserve(self, tokens: int, rows: int) -> None:
-        buffers = self._buffers(tokens)
+        if tokens > len(self._activations.hidden):
+            self._grow(tokens)
+        self._is_reserved = True
         if self.device.type == "cpu":
-            touch(buffers.large)
+            touch(self._activations.first(tokens).large)
 
     def bytes_to_reserve(self, tokens: int, rows: int) -> int:
         allocated = sum(buffer.nbytes for buffer in self._activations.large)
@@ -239,14 +243,26 @@ class LayerStack(Model):
     def _kept(self, batch: StepBatch, buffers: Activations) -> Activations:
         """Return the buffers of the rows that the step returns."""
         outputs = batch.output_rows
-        return buffers if outputs is None else self._activations.first(len(outputs.indices))
+        return buffers if outputs is None else buffers.first(len(outputs.indices))
 
     def _buffers(self, tokens: int) -> Activations:
-        if tokens > self._activations.hidden.shape[0]:
-            self._grow(tokens)
-        if tokens != len(self._step_activations.hidden):
+        """Return the buffers of a pass.
+
+        Once buffers are reserved they stay in place, because graphs hold their addresses: a pass
+        that is larger than reserved gets buffers of its own.
+        """
+        if tokens == len(self._step_activations.hidden):
+            return self._step_activations
+        if tokens <= len(self._activations.hidden):
             self._step_activations = self._activations.first(tokens)
+        elif self._is_reserved:
+            self._step_activations = self._allocate(tokens)
+        else:
+            self._grow(tokens)
         return self._step_activations
+
+    def _exceeds_reserve(self, tokens: int) -> bool:
+        return self._is_reserved and tokens > len(self._activations.hidden)
 
     def _grow(self, tokens: int) -> None:
         """Replace the buffers by larger ones."""

@@ -156,8 +156,8 @@ class LeadingDecoder(Announcements, Decoder):
 class Follower:
     """Computation of a rank other than 0.
 
-    Batches of one shape lie at the same addresses, which CUDA graphs rely on, unless a batch comes
-    that is larger than reserved.
+    Batches of one shape lie at the same addresses, which CUDA graphs rely on. With graphs, a batch
+    that is larger than reserved lies elsewhere.
     """
 
     def __init__(
@@ -242,9 +242,7 @@ class Follower:
         adapters = tuple(lengths[-count:]) if is_adapted else ()
         sizes = _sizes(tokens, count, width, groups, sum(kept) if keeps_some else None, num_runs)
         aligned = _aligned(sizes)
-        if sum(aligned) > len(self._memory):
-            self._memory = self._allocate(2 * sum(aligned))
-        packed = self._receive(self._memory[: sum(aligned)], tensors)
+        packed = self._receive(self._memory_of(sum(aligned)), tensors)
         places = zip(packed.split_with_sizes(aligned), sizes, strict=True)
         parts = [part[:size] for part, size in places]
         token_ids, positions, *slots = (part.view(torch.int64) for part in parts[: 2 + groups])
@@ -271,6 +269,14 @@ class Follower:
             else None,
         )
         return batch.with_groups(slots[1:], tables[1:])
+
+    def _memory_of(self, size: int) -> Tensor:
+        """Return the memory of a batch, int32 [size]."""
+        if size > len(self._memory):
+            if self._run_graph is not None:
+                return self._allocate(size)
+            self._memory = self._allocate(2 * size)
+        return self._memory[:size]
 
     def _allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, device=self._decoder.device)

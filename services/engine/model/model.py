@@ -124,7 +124,8 @@ class Model(ABC):
     def reserve(self, tokens: int, rows: int) -> None:
         """Allocate the buffers of passes of up to `tokens` tokens and `rows` rows of logits.
 
-        Lack of memory then fails the start rather than the first long prompt.
+        Lack of memory then fails the start rather than the first long prompt. Larger passes get
+        buffers of their own, so that graphs of smaller ones stay valid.
         """
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate, cycle
 from pathlib import Path
@@ -18,10 +18,11 @@ from services.engine.checked_request import (
     StoppingSettings,
     bitmask,
 )
-from services.engine.execution.model_runner import ModelRunner, StepCapacity
+from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import AddRequest, Command, Output, Token
+from services.engine.model.attention import KVCache
 from services.engine.model.loader import load_model
 from services.engine.model.model import Model
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
@@ -103,7 +104,7 @@ def make_loop(
     padded: bool = False,
     ticks: Sequence[float] = (0.01,),
     block: int = BLOCK,
-    runner: type[ModelRunner] = ModelRunner,
+    runner: Callable[[Model, KVCache, StepCapacity | None], ModelRunner] = ModelRunner,
 ) -> StepLoop:
     """Return a loop whose clock advances by the next of `ticks`, in a cycle, at each reading.
 
@@ -116,7 +117,9 @@ def make_loop(
         runner(
             decoder,
             decoder.allocate_cache(blocks + 1, block),
-            StepCapacity(step_tokens + running, running, CONTEXT // block) if padded else None,
+            StepCapacity(step_tokens + max_logit_rows(running), running, CONTEXT // block)
+            if padded
+            else None,
         ),
         LoopLimits(frozenset({EOS}), waiting),
         lambda: next(clock),
