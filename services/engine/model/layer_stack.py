@@ -10,7 +10,6 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.kernels.memory import touch
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend
 from services.engine.model.embedding import Embedding
@@ -20,6 +19,7 @@ from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
 from services.engine.model.model import Model
 from services.engine.model.operators.composed_projections import OutputNorm
 from services.engine.model.operators.interface import Operators
+from services.engine.model.operators.rotation import Rotation
 from services.engine.model.parts.feed_forward import FeedForward
 from services.engine.model.pass_memory import pass_bytes
 from services.engine.model.residual import Residual, ResidualRows

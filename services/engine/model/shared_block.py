@@ -11,6 +11,7 @@ from torch import Tensor
 
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.layer_inputs import LayerRows
+from services.engine.model.operators.activations import activated
 from services.engine.model.operators.deltas import Delta
 from services.engine.model.operators.interface import Gate, Operators, Projection
 from services.engine.model.parts.feed_forward import FeedForward
@@ -108,7 +109,7 @@ class DepthGate(Gate):
     def into(self, rows: Tensor, out: Tensor) -> None:
         product = self._operators.temporary(len(rows), 2 * self._width)
         self._projection.into(rows, product)
-        self._operators.arrange(self._activation.apply(product), out)
+        self._operators.arrange(activated(self._activation, product), out)
 
 
 def _streams(rows: ResidualRows) -> Tensor:

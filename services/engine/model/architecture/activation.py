@@ -4,10 +4,6 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-import torch
-from torch import Tensor
-from torch.nn.functional import gelu, relu, silu, softplus
-
 __all__ = ["SWIGLU", "Activation", "GateFunction", "Nonlinearity"]
 
 
@@ -34,10 +30,6 @@ class GateFunction(Enum):
 
     SIGMOID = "sigmoid"
     SOFTPLUS = "softplus"
-
-    def of(self, gates: Tensor) -> Tensor:
-        """Return the factors that gates make."""
-        return gates.sigmoid() if self is GateFunction.SIGMOID else softplus(gates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,38 +62,6 @@ class Activation:
             beta=beta,
             limit=least,
         )
-
-    def apply(self, product: Tensor) -> Tensor:
-        """Return [n, width] for a product [n, width], or [n, 2 * width] (gates first) if gated."""
-        if not self.gated:
-            return self._nonlinear(product)
-        gate, up = product.chunk(2, dim=1)
-        if self.cutoff is not None:
-            deviation, mean = torch.std_mean(gate, dim=1, correction=0, keepdim=True)
-            gate = relu(gate - (mean + self.cutoff * deviation))
-        if self.nonlinearity not in (Nonlinearity.CLAMPED_SWIGLU, Nonlinearity.CLAMPED_SILU):
-            return self._nonlinear(gate) * up
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        if self.nonlinearity is Nonlinearity.CLAMPED_SILU:
-            return silu(gate) * up
-        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
-
-    def _nonlinear(self, rows: Tensor) -> Tensor:
-        if self.nonlinearity is Nonlinearity.SILU:
-            return silu(rows)
-        if self.nonlinearity is Nonlinearity.XIELU:
-            return self._xielu(rows.float()).to(rows.dtype)
-        if self.nonlinearity is Nonlinearity.RELU:
-            return relu(rows)
-        if self.nonlinearity is Nonlinearity.RELU_SQUARED:
-            return relu(rows).square()
-        exact = self.nonlinearity is Nonlinearity.GELU
-        return gelu(rows, approximate="none" if exact else "tanh")
-
-    def _xielu(self, rows: Tensor) -> Tensor:
-        positive = self.alpha * rows.square()
-        negative = self.negative_alpha * (torch.expm1(rows.clamp(max=self.limit)) - rows)
-        return torch.where(rows > 0, positive, negative) + self.beta * rows
 
 
 def _softplus(number: float) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from services.engine.model.architecture.compressed_spec import CompressedSpec
 from services.engine.model.architecture.layers import AttentionSpec
-from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.architecture.model_layers import ModelLayers
 
 __all__ = ["LayerGroup", "layer_groups"]
 
@@ -29,7 +29,7 @@ class LayerGroup:
         return self.token_width * size + entries
 
 
-def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
+def layer_groups(spec: ModelLayers) -> tuple[LayerGroup, ...]:
     """Return the groups of the layers that have pages; one that sees all tokens comes first.
 
     The pages of a group's layers may differ in size: each layer has tensors of its own, and only
@@ -56,7 +56,7 @@ def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
     )
 
 
-def _compressed_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
+def _compressed_groups(spec: ModelLayers) -> tuple[LayerGroup, ...]:
     """Return the group of the entries, if there are any, and that of the last tokens."""
     layers = spec.compressed_layers
     entries = [layer for layer in layers.values() if layer.compression is not None]

@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from services.engine.model.checkpoint.config import CheckpointError, Config
 
 __all__ = ["DisentangledSpec"]
@@ -71,22 +68,6 @@ class DisentangledSpec:
             shares_projections=config.flag("share_att_key", False),
             has_norm="layer_norm" in map(str.strip, norms),
         )
-
-    def rows(self, distances: Tensor) -> Tensor:
-        """Return the row of each distance in the table of 2 * span embeddings.
-
-        distances: int64, place of the query minus that of the key.
-        """
-        near = distances if not self.buckets else self._bucketed(distances)
-        return (near + self.span).clamp(0, 2 * self.span - 1)
-
-    def _bucketed(self, distances: Tensor) -> Tensor:
-        """Return the distances' buckets, which far ones share."""
-        middle = self.buckets // 2
-        apart = distances.abs().clamp(min=middle - 1 or 1)
-        steps = torch.log(apart / middle) / torch.log(torch.tensor((self.farthest - 1) / middle))
-        far = (torch.ceil(steps * (middle - 1)) + middle).long() * distances.sign()
-        return torch.where(distances.abs() <= middle, distances, far)
 
 
 def _kinds(config: Config) -> tuple[str, ...]:

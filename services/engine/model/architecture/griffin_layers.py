@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import cycle, islice
 
-import torch
+import numpy as np
 
 from services.common.json_values import Json
 from services.engine.model.architecture.gated_unit_shape import GatedUnitShape
@@ -40,7 +40,7 @@ def with_griffin_keys(config: Config) -> Config:
     head_dim = config.positive("head_dim", max(hidden_size // heads, 1))
     values: dict[str, Json] = {
         "attention_multiplier": head_dim**-0.5,
-        "embedding_multiplier": torch.tensor(hidden_size**0.5).to(torch.bfloat16).item(),
+        "embedding_multiplier": _in_bfloat16(hidden_size**0.5),
         "head_dim": head_dim,
         "intermediate_size": config.positive("intermediate_size") // 2,
         "layer_types": [_KINDS[kind] for kind in layers],
@@ -66,3 +66,10 @@ def read_gated_units(
     shape = GatedUnitShape(heads, channels // heads, width)
     kinds = config.kind_per_layer("layer_types", num_layers, tuple(_KINDS.values()))
     return {layer: shape for layer, kind in enumerate(kinds) if kind == _KINDS["recurrent"]}
+
+
+def _in_bfloat16(number: float) -> float:
+    """Return the nearest number of type bfloat16, the one with an even last bit if two are."""
+    bits = int(np.float32(number).view(np.uint32))
+    bits += 0x7FFF + (bits >> 16 & 1)
+    return float(np.uint32(bits & 0xFFFF0000).view(np.float32))

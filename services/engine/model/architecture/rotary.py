@@ -1,27 +1,34 @@
-"""Rotary position embeddings (RoPE, https://arxiv.org/abs/2104.09864) and their scalings."""
+"""Rotary position embeddings (RoPE, https://arxiv.org/abs/2104.09864), read from config.json."""
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-import torch
-from torch import Tensor
-
+from services.engine.model.architecture.rope_scaling import (
+    DividedRope,
+    Llama3Rope,
+    LongRope,
+    PartialRope,
+    RopeScaling,
+    StretchedRope,
+    YarnRope,
+)
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import MultimodalAxes
 
-__all__ = ["Rotaries", "Rotary", "RotarySpec", "Rotation"]
+__all__ = ["RotarySpec"]
 
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """Rotation frequencies after the checkpoint's RoPE scaling."""
+    """Rotation of heads, with the checkpoint's RoPE scaling."""
 
-    frequencies: tuple[float, ...]
-    """Radians per position, one per pair of dimensions; the remaining pairs do not rotate, and none
-    does if there are no radians"""
-    attention_factor: float
+    base: float
+    """Radians per position fall from 1 with the powers of this number"""
+    width: int
+    """Number of dimensions of a head that rotate, in pairs; 0: none does"""
+    scaling: RopeScaling | None = None
+    """Change of the radians; None: there is none"""
+    attention_factor: float = 1.0
     """Factor on cosines and sines; other than 1 for YaRN and LongRoPE only"""
     axes: tuple[int, ...] = ()
     """For each pair, the position that turns it in multimodal RoPE
@@ -31,11 +38,6 @@ class RotarySpec:
     query_period: int = 1
     query_offset: int = 0
     """Number that is added to the position before it is divided by query_period"""
-
-    @property
-    def width(self) -> int:
-        """Number of dimensions of a head that rotate."""
-        return 2 * len(self.frequencies)
 
     @staticmethod
     def from_config(
@@ -62,7 +64,7 @@ class RotarySpec:
             period = rope.positive("original_max_position_embeddings")
         return replace(
             spec,
-            axes=_axes(rope, axes, len(spec.frequencies)),
+            axes=_axes(rope, axes, spec.width // 2),
             query_growth=growth,
             query_period=period,
         )
@@ -73,8 +75,8 @@ class RotarySpec:
         if not config.flag("attn_temperature_tuning", True):
             return None
         return RotarySpec(
-            (),
-            attention_factor=1.0,
+            base=1.0,
+            width=0,
             query_growth=config.number("attn_scale"),
             query_period=config.positive("floor_scale"),
             query_offset=1,
@@ -109,35 +111,35 @@ def _read(
             f"{config.file}: a partial_rotary_factor of {share} rotates {width} of {head_dim} "
             "dimensions, which is not supported."
         )
-    frequencies = _frequencies(base, width)
+    scaling: RopeScaling | None = None
     factor = 1.0
     # Older files name the key "type".
     kind = rope.text("rope_type" if rope.has("rope_type") else "type", "default")
     match kind:
         # HunYuan calls its fixed stretching of the base dynamic scaling.
         case "dynamic" if rope.has("alpha"):
-            shares = torch.arange(0, width, 2) / max(width - 2, 1)
-            frequencies = frequencies / rope.positive_number("alpha") ** shares
+            scaling = StretchedRope(rope.positive_number("alpha"))
         # Dynamic scaling applies beyond max_position_embeddings, which no sequence exceeds.
         case "default" | "dynamic":
             pass
         case "mrope":  # its three positions are equal for text
             pass
         case "proportional":
-            frequencies = _proportional(base, head_dim, width) / rope.positive_number("factor", 1.0)
+            scaling = PartialRope(width // 2, rope.positive_number("factor", 1.0))
+            width = head_dim
         case "ntk" if not rope.has("mixed_b"):  # GTE's, which applies at every length
             stretch = rope.positive_number("factor")
-            frequencies = _frequencies(base * stretch, width) / stretch ** (2 / width)
+            base, scaling = base * stretch, DividedRope(stretch ** (2 / width))
         case "linear":
-            frequencies = frequencies / rope.positive_number("factor")
+            scaling = DividedRope(rope.positive_number("factor"))
         case "llama3":
-            frequencies = _llama3(frequencies, rope)
+            scaling = _llama3(rope)
         case "yarn":
-            frequencies = _yarn(frequencies, rope, base, width, context_length)
+            scaling = _yarn(rope, base, width, context_length)
             factor = _yarn_attention(rope, context_length)
         case "longrope" | "su":
             original = _original_length(config, rope)
-            frequencies = _longrope(rope, base, width, is_long=context_length > original)
+            scaling = _longrope(rope, width, is_long=context_length > original)
             factor = _longrope_attention(rope, context_length, original)
             mscale = "long_mscale" if context_length > original else "short_mscale"
             factor = rope.number(mscale, factor)  # keys that only PhiMoE has
@@ -146,101 +148,7 @@ def _read(
                 f"{config.file}: rope_type {kind} is not supported. Supported: "
                 "default, linear, proportional, dynamic, ntk, llama3, yarn, longrope, mrope."
             )
-    return RotarySpec(tuple(frequencies.tolist()), factor)
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """Cosines and sines of one step's positions, float32 [tokens, head_dim / 2], contiguous.
-
-    Dimension i is paired with dimension i + head_dim / 2.
-    """
-
-    cosines: Tensor
-    sines: Tensor
-    query_scales: Tensor | None = None
-    """float32 [tokens], factors on the queries; None: there are none"""
-
-    def first(self, tokens: int) -> "Rotation":
-        scales = None if self.query_scales is None else self.query_scales[:tokens]
-        return Rotation(self.cosines[:tokens], self.sines[:tokens], scales)
-
-
-class Rotary:
-    """Computation of a step's rotation.
-
-    Each step computes it anew: a table would take 0.5 GB at 1M positions.
-    """
-
-    def __init__(self, spec: RotarySpec, head_dim: int, device: torch.device) -> None:
-        axes = (*spec.axes, *(0 for _ in range(head_dim // 2 - len(spec.axes))))
-        self._axes = torch.tensor(axes, dtype=torch.int64, device=device)
-        self._frequencies = torch.zeros(head_dim // 2, device=device)
-        self._frequencies[: len(spec.frequencies)] = torch.tensor(spec.frequencies)
-        self._growth, self._period = spec.query_growth, spec.query_period
-        self._offset = spec.query_offset
-        self._factors: Tensor | None = None
-        if spec.attention_factor != 1.0:
-            self._factors = torch.ones(head_dim // 2, device=device)
-            self._factors[: len(spec.frequencies)] = spec.attention_factor
-
-    def empty(self, tokens: int) -> Rotation:
-        """Allocate a rotation for this number of positions."""
-        size = (tokens, len(self._frequencies))
-        device = self._frequencies.device
-        scales = torch.empty(tokens, device=device) if self._growth else None
-        return Rotation(torch.empty(size, device=device), torch.empty(size, device=device), scales)
-
-    def compute(self, positions: Tensor, out: Rotation) -> None:
-        """Write the rotation of `positions` to `out`.
-
-        positions: int64 [tokens], or [3, tokens] with a time, a row and a column each.
-        """
-        angles = out.sines
-        if out.query_scales is not None:
-            places = positions if positions.dim() == 1 else positions[0]
-            periods = (places + self._offset) // self._period
-            out.query_scales.copy_(periods).log1p_().mul_(self._growth).add_(1)
-        if positions.dim() == 2:
-            turns = positions.index_select(0, self._axes).T.to(torch.float32)
-            torch.mul(turns, self._frequencies, out=angles)
-            torch.cos(angles, out=out.cosines)
-            angles.sin_()
-        elif angles.device.type == "cpu":
-            # numpy, because torch would wake OpenMP threads for a few hundred numbers.
-            host = angles.numpy()
-            np.multiply.outer(positions.numpy(), self._frequencies.numpy(), out=host, dtype="f4")
-            np.cos(host, out=out.cosines.numpy())
-            np.sin(host, out=host)
-        else:
-            torch.outer(positions.to(torch.float32), self._frequencies, out=angles)
-            torch.cos(angles, out=out.cosines)
-            angles.sin_()
-        if self._factors is not None:
-            out.cosines.mul_(self._factors)
-            out.sines.mul_(self._factors)
-
-
-class Rotaries:
-    """Computation of all rotations of a step: one for each distinct RoPE of the layers."""
-
-    def __init__(self, layers: Iterable[tuple[RotarySpec, int]], device: torch.device) -> None:
-        """layers: RoPE and head dimension of each layer that has RoPE."""
-        self._distinct = list(dict.fromkeys(layers))
-        self._rotaries = [Rotary(*each, device) for each in self._distinct]
-
-    def index(self, rotary: RotarySpec, head_dim: int) -> int:
-        """Return the place of a layer's rotation among those of a step."""
-        return self._distinct.index((rotary, head_dim))
-
-    def allocate(self, tokens: int) -> tuple[Rotation, ...]:
-        """Allocate the rotations of this number of positions."""
-        return tuple(rotary.empty(tokens) for rotary in self._rotaries)
-
-    def compute(self, positions: Tensor, out: Sequence[Rotation]) -> None:
-        """Write all rotations of `positions`, as `Rotary.compute` does."""
-        for rotary, rotation in zip(self._rotaries, out, strict=True):
-            rotary.compute(positions, rotation)
+    return RotarySpec(base, width, scaling, factor)
 
 
 def _axes(rope: Config, layout: MultimodalAxes, pairs: int) -> tuple[int, ...]:
@@ -262,35 +170,16 @@ def _axes(rope: Config, layout: MultimodalAxes, pairs: int) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def _frequencies(base: float, width: int, divisors: Tensor | float = 1.0) -> Tensor:
-    exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
-    return 1.0 / (divisors * base**exponents)
+def _llama3(rope: Config) -> Llama3Rope:
+    return Llama3Rope(
+        factor=rope.positive_number("factor"),
+        low=rope.positive_number("low_freq_factor"),
+        high=rope.positive_number("high_freq_factor"),
+        original=rope.positive_number("original_max_position_embeddings"),
+    )
 
 
-def _proportional(base: float, head_dim: int, width: int) -> Tensor:
-    """Return a whole head's frequencies; the pairs beyond `width` don't rotate."""
-    frequencies = _frequencies(base, head_dim)
-    frequencies[width // 2 :] = 0
-    return frequencies
-
-
-def _llama3(frequencies: Tensor, rope: Config) -> Tensor:
-    """Scale as Llama 3.1 does: stretch long wavelengths, keep short ones, interpolate between."""
-    factor = rope.positive_number("factor")
-    low, high = rope.positive_number("low_freq_factor"), rope.positive_number("high_freq_factor")
-    original = rope.positive_number("original_max_position_embeddings")
-    wavelengths = 2 * math.pi / frequencies
-    smooth = (original / wavelengths - low) / (high - low)
-    between = (1 - smooth) * frequencies / factor + smooth * frequencies
-    scaled = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
-    is_between = (wavelengths >= original / high) & (wavelengths <= original / low)
-    return torch.where(is_between, between, scaled)
-
-
-def _yarn(
-    frequencies: Tensor, rope: Config, base: float, width: int, context_length: int
-) -> Tensor:
-    """Scale by YaRN's NTK-by-parts interpolation (https://arxiv.org/abs/2309.00071)."""
+def _yarn(rope: Config, base: float, width: int, context_length: int) -> YarnRope:
     original = rope.positive_number("original_max_position_embeddings", context_length)
     if base == 1:
         raise CheckpointError(f"{rope.file}: rope_theta must not be 1 with rope_type yarn.")
@@ -307,8 +196,7 @@ def _yarn(
     low, high = max(low, 0), min(high, width - 1)
     if low == high:
         high += 0.001  # a ramp of zero width would divide by zero
-    ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return frequencies / _yarn_factor(rope, context_length) * ramp + frequencies * (1 - ramp)
+    return YarnRope(_yarn_factor(rope, context_length), low, high)
 
 
 def _yarn_factor(rope: Config, context_length: int) -> float:
@@ -329,10 +217,10 @@ def _yarn_attention(rope: Config, context_length: int) -> float:
     return scale(mscale) / scale(over_all) if mscale and over_all else scale(1.0)
 
 
-def _longrope(rope: Config, base: float, width: int, *, is_long: bool) -> Tensor:
-    """Divide each frequency by LongRoPE's factor for it (https://arxiv.org/abs/2402.13753).
+def _longrope(rope: Config, width: int, *, is_long: bool) -> LongRope:
+    """Return the divisors of all sequences.
 
-    The checkpoint has one set of factors up to the original length and one beyond. Cached keys keep
+    The checkpoint has one set of them up to the original length and one beyond. Cached keys keep
     the rotation they were written with, so all sequences use one set, chosen by context length.
     """
     key = "long_factor" if is_long else "short_factor"
@@ -341,7 +229,7 @@ def _longrope(rope: Config, base: float, width: int, *, is_long: bool) -> Tensor
         raise CheckpointError(
             f"{rope.file}: {key} must have {width // 2} positive numbers, not {len(divisors)}."
         )
-    return _frequencies(base, width, torch.tensor(divisors, dtype=torch.float32))
+    return LongRope(tuple(divisors))
 
 
 def _longrope_attention(rope: Config, context_length: int, original: float) -> float:

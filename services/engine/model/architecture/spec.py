@@ -1,42 +1,31 @@
 """Typed architecture of a checkpoint, read from config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
-from services.engine.model.architecture.compressed_spec import CompressedSpec
 from services.engine.model.architecture.disentangled import DisentangledSpec
 from services.engine.model.architecture.experts_reader import averages_shared_expert
-from services.engine.model.architecture.griffin_layers import with_griffin_keys
-from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layer_reader import read_layers
 from services.engine.model.architecture.layers import (
-    AttentionSpec,
     BesideSpec,
     ExpertsSpec,
     LayerSpec,
     ParallelSpec,
 )
 from services.engine.model.architecture.lightning_reader import residual_factor
-from services.engine.model.architecture.mimo_layers import with_mimo_keys
 from services.engine.model.architecture.modal_tokens import ModalTokens, read_modal_tokens
-from services.engine.model.architecture.mosaic_keys import with_mosaic_keys
-from services.engine.model.architecture.relative_reader import with_inkling_keys
-from services.engine.model.architecture.single_parts import with_parts
+from services.engine.model.architecture.model_layers import ModelLayers, read_config
 from services.engine.model.architecture.weight_factors import (
     WeightFactors,
     read_value_factor,
     read_weight_factors,
     shared_expert_factors,
 )
-from services.engine.model.architecture.zamba_layers import with_zamba_keys
-from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family, ImageSight
 from services.engine.model.checkpoint.fp8 import Fp8Format
-from services.engine.model.checkpoint.gguf_families import gguf_family
 from services.engine.model.checkpoint.schemes import SCHEMES, Scheme
 from services.engine.model.checkpoint.task_names import (
     STACKED_TASKS,
@@ -46,30 +35,15 @@ from services.engine.model.checkpoint.task_names import (
 
 __all__ = ["ModelSpec", "dtype_of", "quantization_of"]
 
-_MOST = {
-    "num_hidden_layers": 4096,
-    "num_experts": 65_536,
-    "num_local_experts": 65_536,
-    "zero_expert_num": 65_536,
-    "hidden_size": 1 << 24,
-    "head_dim": 65_536,
-    "qk_rope_head_dim": 65_536,
-}
-"""Largest counts and widths that are read, far above those of published models"""
-
 
 @dataclass(frozen=True, slots=True)
-class ModelSpec:
+class ModelSpec(ModelLayers):
     """Shape and constants of a model: all that the forward pass needs besides weights."""
 
-    family: Family
-    """Names and storage conventions of the tensors"""
     vocab_size: int
     """Width of the logits"""
     context_length: int
     """Maximum tokens of a sequence"""
-    hidden_size: int
-    layers: tuple[LayerSpec, ...]
     norm_epsilon: float
     tied_embeddings: bool
     """True if the output projection is the embedding table"""
@@ -115,11 +89,6 @@ class ModelSpec:
     """Products of tokens with their distance, in all layers; None: there are none"""
 
     @property
-    def is_encoder(self) -> bool:
-        """True if every token sees all tokens of its text."""
-        return self.family.sees_whole_texts
-
-    @property
     def has_pair_scores(self) -> bool:
         """True if an encoder's scores have an addend that depends on the distance of two tokens."""
         encoder = self.family.encoder
@@ -135,24 +104,6 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
-
-    @property
-    def attention_layers(self) -> Mapping[int, AttentionSpec]:
-        """The attention of the layers that have it, alone or beside another mixer, by number."""
-        mixers = enumerate(map(_attention, self.layers))
-        return {index: mixer for index, mixer in mixers if mixer is not None}
-
-    @property
-    def latent_layers(self) -> Mapping[int, LatentSpec]:
-        """The layers that are latent attention, by number."""
-        mixers = enumerate(layer.mixer for layer in self.layers)
-        return {index: mixer for index, mixer in mixers if isinstance(mixer, LatentSpec)}
-
-    @property
-    def compressed_layers(self) -> Mapping[int, CompressedSpec]:
-        """The layers that attend to compressed entries or to a window of such layers, by number."""
-        mixers = enumerate(layer.mixer for layer in self.layers)
-        return {index: mixer for index, mixer in mixers if isinstance(mixer, CompressedSpec)}
 
     @property
     def has_grid_positions(self) -> bool:
@@ -185,34 +136,6 @@ class ModelSpec:
         return all(each.activation.gated for each in experts if isinstance(each, ExpertsSpec))
 
     @property
-    def paged_layers(self) -> Mapping[int, AttentionSpec]:
-        """The layers that have pages of keys and values, by number."""
-        layers = self.attention_layers.items()
-        return {
-            index: layer
-            for index, layer in layers
-            if layer.reads_layer is None and layer.index is None and layer.relative is None
-        }
-
-    @property
-    def indexed_layers(self) -> Mapping[int, AttentionSpec]:
-        """The layers whose pages hold keys, values and index keys together, by number."""
-        layers = self.attention_layers.items()
-        return {index: layer for index, layer in layers if layer.index is not None}
-
-    @property
-    def relative_layers(self) -> Mapping[int, AttentionSpec]:
-        """The layers whose scores have addends by distance, and whose pages hold keys and values
-        together, by number."""
-        layers = self.attention_layers.items()
-        return {index: layer for index, layer in layers if layer.relative is not None}
-
-    @property
-    def joint_layers(self) -> Mapping[int, LatentSpec | AttentionSpec]:
-        """The layers whose pages hold all of a token in one row, by number."""
-        return {**self.latent_layers, **self.indexed_layers, **self.relative_layers}
-
-    @property
     def input_width(self) -> int:
         """Width of the input that a token has for each layer alone; 0: there is none."""
         return self.layers[0].input_width
@@ -236,12 +159,6 @@ class ModelSpec:
             return 2 if self.keeps_embedding else 0
         return streams.streams
 
-    def attention(self, layer: int) -> AttentionSpec:
-        """Return the attention of a layer, which must have it."""
-        mixer = _attention(self.layers[layer])
-        assert mixer is not None
-        return mixer
-
     @staticmethod
     def from_config(values: Mapping[str, Json], file: str = "config.json") -> "ModelSpec":
         """Read the parsed config.json `values`; errors call it `file`.
@@ -249,30 +166,7 @@ class ModelSpec:
         Raises CheckpointError for an unknown architecture, a missing or mistyped value, and values
         that contradict one another.
         """
-        whole = Config(file, dict(values))
-        family = family_of(whole)
-        if whole.has(MARK):
-            family = gguf_family(family, whole.section(MARK))
-        nested = {} if family.section is None else whole.section(family.section).values
-        for part in family.parts:
-            nested = nested | whole.section(part).values
-        config = Config(file, {**family.defaults, **nested, **values}, family.keys)
-        _check_counts(config)
-        family = _with_parallel_norms(family, config)
-        if family.reads_norm_kind and config.values.get("rms_norm_eps") is not None:
-            family, config = replace(family, layer_norm=False), config.without("rms_norm_eps")
-        if family.parts:
-            config = with_mosaic_keys(config)
-        if family.has_single_parts:
-            config = with_parts(config)
-        if family.names.shared_block is not None:
-            config = with_zamba_keys(config)
-        if family.names.gated_unit is not None:
-            config = with_griffin_keys(config)
-        if family.has_mimo_keys:
-            config = with_mimo_keys(config)
-        if family.names.relative is not None:
-            config = with_inkling_keys(config)
+        family, config = read_config(values, file)
         stored_as = quantization_of(config, family)
         hidden_size = config.positive("hidden_size")
         context_length = config.positive("max_position_embeddings")
@@ -340,11 +234,6 @@ def _tasks(config: Config, family: Family) -> tuple[str, ...]:
     return read_tasks(config, STACKED_TASKS) if has_tasks else ()
 
 
-def _attention(layer: LayerSpec) -> AttentionSpec | None:
-    mixer = layer.mixer.attention if isinstance(layer.mixer, ParallelSpec) else layer.mixer
-    return mixer if isinstance(mixer, AttentionSpec) else None
-
-
 def _weight_factors(config: Config, family: Family, layer: LayerSpec) -> tuple[WeightFactors, ...]:
     if averages_shared_expert(config, family):
         return shared_expert_factors(family, 0.5)
@@ -370,24 +259,6 @@ def quantization_of(config: Config, family: Family) -> Fp8Format | Scheme | Lite
         f"fp8, {', '.join(SCHEMES)}, and mxfp4 for the experts of gpt-oss; or serve a float32, "
         "bfloat16 or float16 checkpoint."
     )
-
-
-def _check_counts(config: Config) -> None:
-    """Raise CheckpointError for values that would fill the memory before a tensor is missed."""
-    for key, most in _MOST.items():
-        count = config.values.get(config.file_key(key))
-        if isinstance(count, int) and count > most:
-            raise CheckpointError(f"{config.file}: {config.file_key(key)} must be at most {most}.")
-
-
-def _with_parallel_norms(family: Family, config: Config) -> Family:
-    """Return the family with the names of Falcon's two norms, if a layer has them."""
-    norms = family.parallel_norms
-    if norms is None or not config.flag("new_decoder_architecture", False):
-        return family
-    if config.integer("num_ln_in_parallel_attn", len(norms)) != len(norms):
-        return family
-    return replace(family, names=family.names.with_norms(*norms), shares_norm=False)
 
 
 def _is_set(config: Config, key: str | None) -> bool:

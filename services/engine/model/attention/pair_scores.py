@@ -78,7 +78,7 @@ class DisentangledScores(PairScores):
         length = queries.shape[1]
         if len(self._rows) < length:
             index = torch.arange(length)
-            self._rows = self._spec.rows(index[:, None] - index).to(queries.device)
+            self._rows = _rows(self._spec, index[:, None] - index).to(queries.device)
         rows = self._rows[:length, : keys.shape[1]].expand(len(queries), -1, -1)
         distances = self._layers[layer]
         parts = []
@@ -88,3 +88,21 @@ class DisentangledScores(PairScores):
             # rows are by query and key, and these products by key
             parts.append((keys @ distances.queries.mT).gather(2, rows.mT).mT)
         return scale * sum(parts[1:], parts[0])
+
+
+def _rows(spec: DisentangledSpec, distances: Tensor) -> Tensor:
+    """Return the row of each distance in the table of 2 * span embeddings.
+
+    distances: int64, place of the query minus that of the key.
+    """
+    near = distances if not spec.buckets else _bucketed(spec, distances)
+    return (near + spec.span).clamp(0, 2 * spec.span - 1)
+
+
+def _bucketed(spec: DisentangledSpec, distances: Tensor) -> Tensor:
+    """Return the distances' buckets, which far ones share."""
+    middle = spec.buckets // 2
+    apart = distances.abs().clamp(min=middle - 1 or 1)
+    steps = torch.log(apart / middle) / torch.log(torch.tensor((spec.farthest - 1) / middle))
+    far = (torch.ceil(steps * (middle - 1)) + middle).long() * distances.sign()
+    return torch.where(distances.abs() <= middle, distances, far)

@@ -8,11 +8,11 @@ from torch import Tensor
 from services.engine.batch.chunks import in_chunks
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.layers import AttentionSpec
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.checkpoint.family import QkNorm
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.operators.interface import HeadNorms, Operators, Projection
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["AttentionMixer", "AttentionScratch", "AttentionWeights"]
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.layers import AttentionSpec
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention import KVCache
 from services.engine.model.mixers.attention import (
     AttentionMixer,
@@ -19,6 +18,7 @@ from services.engine.model.mixers.block_attention import BlockAttention
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.mixers.latent_pages import LatentBuffer
 from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["BlockMixer", "BlockScratch", "BlockWeights"]
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.compressed_spec import CompressedSpec
-from services.engine.model.architecture.rotary import Rotary
 from services.engine.model.mixers.compressed_pages import entry_slots, token_slots
 from services.engine.model.mixers.indexer import index_scores
 from services.engine.model.mixers.interleaved import rotate
 from services.engine.model.mixers.latent_pages import PIECE
 from services.engine.model.mixers.token_choice import best_places
+from services.engine.model.operators.rotation import Rotary
 
 __all__ = ["QUERY_ROWS", "CompressedAttention", "IndexQueries", "compressed_numbers"]
 

@@ -9,7 +9,6 @@ from torch.nn.functional import rms_norm
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.compressed_spec import CompressedSpec
-from services.engine.model.architecture.rotary import Rotary, Rotation
 from services.engine.model.attention import KVCache
 from services.engine.model.mixers.compressed_attention import (
     QUERY_ROWS,
@@ -27,6 +26,7 @@ from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.mixers.interleaved import rotate
 from services.engine.model.mixers.latent_pages import PIECE
 from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.operators.rotation import Rotary, Rotation
 
 __all__ = ["CompressedMixer", "CompressedScratch", "CompressedWeights", "EntryIndexWeights"]
 

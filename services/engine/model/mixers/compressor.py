@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from services.engine.model.architecture.compressed_spec import CompressionSpec
-from services.engine.model.architecture.rotary import Rotary
 from services.engine.model.mixers.interleaved import rotate
+from services.engine.model.operators.rotation import Rotary
 
 __all__ = ["Compressor", "CompressorWeights"]
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StateSegments
 from services.engine.model.architecture.convolution_shape import ConvolutionShape
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.mixers.recurrent import ProjectedScratch, RecurrentMixer
 from services.engine.model.mixers.runs import RunGroups, convolve
 from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["ConvolutionMixer", "ConvolutionWeights"]
 

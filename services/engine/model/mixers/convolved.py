@@ -8,11 +8,11 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.layers import ConvolvedFeedForward
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention import KVCache
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.mixers.runs import RunGroups, convolve_rows
 from services.engine.model.operators.interface import Operators
+from services.engine.model.operators.rotation import Rotation
 from services.engine.model.parts.feed_forward import FeedForward
 
 __all__ = ["ConvolvedMixer", "ConvolvedScratch", "ConvolvedWeights"]

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StateSegments
 from services.engine.model.architecture.delta_shape import DeltaShape
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.mixers.delta_rule import (
     DeltaInputs,
     DeltaRule,
@@ -17,6 +16,7 @@ from services.engine.model.mixers.delta_rule import (
 )
 from services.engine.model.mixers.recurrent import RecurrentMixer, RecurrentScratch
 from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["DeltaNetMixer", "DeltaNetScratch", "DeltaNetWeights"]
 

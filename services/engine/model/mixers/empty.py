@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention import KVCache
 from services.engine.model.mixers.interface import Mixer, Scratch
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["EmptyMixer", "EmptyScratch"]
 

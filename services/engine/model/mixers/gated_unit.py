@@ -9,10 +9,10 @@ from torch.nn.functional import gelu
 
 from services.engine.batch.step_batch import StateSegments
 from services.engine.model.architecture.gated_unit_shape import GatedUnitShape
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.mixers.recurrent import ProjectedScratch, RecurrentMixer
 from services.engine.model.mixers.runs import RunGroups, Runs, convolve
 from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["GatedUnitMixer", "GatedUnitWeights"]
 

@@ -8,7 +8,6 @@ from torch.nn.functional import layer_norm
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.latent_spec import LatentSpec
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.mixers.interface import Scratch
 from services.engine.model.mixers.latent_pages import (
     PIECE,
@@ -18,6 +17,7 @@ from services.engine.model.mixers.latent_pages import (
 )
 from services.engine.model.mixers.token_choice import best_places
 from services.engine.model.operators.interface import LayerNorm, Operators, Projection
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["IndexScratch", "IndexWeights", "Indexer", "index_scores"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention import KVCache
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["Mixer", "Scratch"]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["rotate"]
 

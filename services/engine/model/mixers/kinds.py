@@ -20,7 +20,6 @@ from services.engine.model.architecture.layers import (
 )
 from services.engine.model.architecture.lightning_shape import LightningShape
 from services.engine.model.architecture.mamba_shape import MambaShape
-from services.engine.model.architecture.rotary import Rotaries, Rotary
 from services.engine.model.architecture.selective_shape import SelectiveShape
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend
@@ -45,6 +44,7 @@ from services.engine.model.mixers.selective import SelectiveMixer, SelectiveWeig
 from services.engine.model.mixers.selective_heads import SelectiveHeads
 from services.engine.model.mixers.selective_scan_choice import choose_selective_scan
 from services.engine.model.operators.interface import Operators
+from services.engine.model.operators.rotation import Rotaries, Rotary
 
 __all__ = ["MixerMaker", "MixerWeights", "ParallelWeights"]
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.latent_spec import LatentSpec
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention import KVCache
 from services.engine.model.mixers.indexer import Indexer, IndexScratch, IndexWeights
 from services.engine.model.mixers.interface import Mixer, Scratch
@@ -16,6 +15,7 @@ from services.engine.model.mixers.latent_pages import LatentBuffer
 from services.engine.model.mixers.token_choice import TokenChoice
 from services.engine.model.operators.deltas import SequenceDelta
 from services.engine.model.operators.interface import HeadNorms, Operators, Projection
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["LatentMixer", "LatentScratch", "LatentShared", "LatentWeights"]
 

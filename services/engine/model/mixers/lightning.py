@@ -12,12 +12,12 @@ from torch.nn import functional
 
 from services.engine.batch.step_batch import StateSegments
 from services.engine.model.architecture.lightning_shape import LightningShape
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.mixers.chunked_scan import ScanTokens, scan
 from services.engine.model.mixers.gated_norm import GatedNorm
 from services.engine.model.mixers.recurrent import RecurrentMixer, RecurrentScratch
 from services.engine.model.mixers.runs import RunGroups
 from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["LightningMixer", "LightningScratch", "LightningWeights"]
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StateSegments
 from services.engine.model.architecture.mamba_shape import MambaShape
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.mixers.mamba_scan import (
     MambaConstants,
     MambaInputs,
@@ -17,6 +16,7 @@ from services.engine.model.mixers.mamba_scan import (
 )
 from services.engine.model.mixers.recurrent import RecurrentMixer, RecurrentScratch
 from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["MambaMixer", "MambaScratch", "MambaWeights"]
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.layers import AttentionSpec
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention import KVCache
 from services.engine.model.mixers.attention import (
     AttentionMixer,
@@ -20,6 +19,7 @@ from services.engine.model.mixers.latent_pages import LatentBuffer
 from services.engine.model.mixers.relative_attention import RelativeAttention
 from services.engine.model.mixers.runs import RunGroups, convolve_rows
 from services.engine.model.operators.interface import HeadNorms, Operators, Projection
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["RelativeMixer", "RelativeScratch", "RelativeWeights"]
 

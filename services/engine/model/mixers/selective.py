@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.engine.batch.step_batch import StateSegments
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.selective_shape import SelectiveShape
 from services.engine.model.mixers.recurrent import RecurrentMixer, RecurrentScratch
 from services.engine.model.mixers.selective_scan import (
@@ -18,6 +17,7 @@ from services.engine.model.mixers.selective_scan import (
     SelectiveState,
 )
 from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["SelectiveMixer", "SelectiveScratch", "SelectiveWeights"]
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention import KVCache
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.mixers.selective import SelectiveMixer, SelectiveScratch
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["SelectiveHeads", "SelectiveHeadsScratch"]
 

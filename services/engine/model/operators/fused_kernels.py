@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.operators.fp8_rounding import RoundedRows, store_rounded
 from services.engine.model.operators.fp8_weights import LARGEST
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["activate", "can_round", "has_kernel", "norm_rows", "rotate_heads"]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight
+from services.engine.model.operators.activations import activated
 from services.engine.model.operators.deltas import Delta, ExpertDeltas
 from services.engine.model.operators.expert_kernels import (
     TILES,
@@ -92,7 +93,7 @@ class GroupedMixture(Mixture):
             both = rows.new_empty((choices, 2 * self._width))
             multiply_experts(rows, self._gate, blocks, per_row, None, both)
             _adapt(deltas, deltas.gates, rows, chosen, both)
-            hidden = self._activation.apply(both)
+            hidden = activated(self._activation, both)
         multiply_experts(hidden, self._down, blocks, 1, None, products)
         if deltas is not None:
             _adapt(deltas, deltas.downs, hidden, chosen, products)

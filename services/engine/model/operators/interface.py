@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from services.engine.model.architecture.activation import SWIGLU, Activation, GateFunction
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight
+from services.engine.model.operators.activations import gate_factors
 from services.engine.model.operators.deltas import Delta, ExpertDeltas
+from services.engine.model.operators.expert_choice import choose_experts
 from services.engine.model.operators.low_rank import (
     LowRank,
     LowRankProduct,
     TorchLowRankProduct,
 )
 from services.engine.model.operators.recording import Recording
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = [
     "ExpertWeights",
@@ -268,8 +270,8 @@ class Operators(ABC):
     def choose(
         self, scores: Tensor, routing: Routing, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return each row's experts and their factors, as `Routing.choose` does."""
-        return routing.choose(scores, bias)
+        """Return each row's experts and their factors, as `choose_experts` does."""
+        return choose_experts(routing, scores, bias)
 
     def recording(self, *, only_decodes: bool) -> Recording | None:
         """Return a recording for a decoder's layers; None: these operators can't be recorded.
@@ -346,7 +348,7 @@ class Operators(ABC):
         dimension may have gaps. With tiles, k must be 1 or a multiple of 32.
         """
         columns = out.view(*gates.shape, out.shape[1] // gates.shape[1])
-        columns *= function.of(gates)[..., None]
+        columns *= gate_factors(function, gates)[..., None]
 
     def keep(self, rows: Tensor, kept: Tensor | None) -> None:
         """Move the rows `kept` to the front, over the others; None keeps all.

@@ -19,7 +19,6 @@ from services.engine.kernels.structures import (
 )
 from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.activation import SWIGLU, Activation, GateFunction
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.operators.interface import Gate, HeadNorms, Projection
 from services.engine.model.operators.low_rank import LowRank, LowRankProduct
@@ -31,6 +30,7 @@ from services.engine.model.operators.native_gate import (
 )
 from services.engine.model.operators.native_low_rank import NativeLowRankProduct
 from services.engine.model.operators.native_mixture import routing_call
+from services.engine.model.operators.rotation import Rotation
 from services.engine.model.operators.torch_operators import TorchOperators, join
 
 __all__ = ["NativeOperators"]

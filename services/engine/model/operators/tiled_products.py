@@ -11,6 +11,7 @@ from torch import Tensor
 from services.engine.kernels.library import Epilogue, Format, Kernel, Native
 from services.engine.kernels.structures import GroupedCall, LinearCall
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
+from services.engine.model.operators.activations import activated
 from services.engine.model.operators.deltas import Delta
 from services.engine.model.operators.interface import Gate, Operators, Projection
 
@@ -202,7 +203,7 @@ class TiledGate(Gate):
         tiles = product.view(len(rows), -1, products, TILE_OUTPUTS).transpose(1, 2)
         all_ = tiles.reshape(len(rows), products, -1)[:, :, : self._outputs].flatten(1)
         self._delta.add_to(rows, all_)
-        self._operators.arrange(self._activation.apply(all_), out)
+        self._operators.arrange(activated(self._activation, all_), out)
 
 
 def padded(bias: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from services.engine.model.architecture.activation import SWIGLU, Activation
-from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.operators.activations import activated
 from services.engine.model.operators.composed_projections import AdaptedProjection
 from services.engine.model.operators.deltas import Delta
 from services.engine.model.operators.interface import (
@@ -19,6 +19,7 @@ from services.engine.model.operators.interface import (
     Projection,
 )
 from services.engine.model.operators.looped_mixture import LoopedMixture
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["TorchGate", "TorchOperators", "join", "join_biases", "normalize"]
 
@@ -185,7 +186,7 @@ class TorchGate(Gate):
     def into(self, rows: Tensor, out: Tensor) -> None:
         product = self._operators.temporary(rows.shape[0], self._layers * out.shape[1])
         self._product.into(rows, product)
-        self._operators.arrange(self._activation.apply(product), out)
+        self._operators.arrange(activated(self._activation, product), out)
 
 
 def join(

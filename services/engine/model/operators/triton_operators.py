@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from services.engine.model.architecture.activation import SWIGLU, Activation
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.operators.composed_projections import AdaptedProjection
 from services.engine.model.operators.deltas import Delta
@@ -15,6 +14,7 @@ from services.engine.model.operators.fused_kernels import (
     rotate_heads,
 )
 from services.engine.model.operators.interface import Gate, Projection
+from services.engine.model.operators.rotation import Rotation
 from services.engine.model.operators.torch_operators import TorchOperators, join
 
 __all__ = ["TritonOperators"]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.operators.composed_projections import OutputNorm
+from services.engine.model.operators.expert_choice import weigh_experts
 from services.engine.model.operators.interface import (
     Gate,
     Mixture,
@@ -132,7 +133,7 @@ class Experts(FeedForward):
             chosen, factors = self.operators.choose(scores, self.routing, self.bias)
         else:
             chosen = self.by_token.of_rows()
-            factors = self.routing.weigh(scores, chosen)
+            factors = weigh_experts(self.routing, scores, chosen)
         if self.factors is not None:
             factors = factors * self.factors[chosen]
         if self.routing.scales_inputs:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from services.engine.model.architecture.layers import AttentionSpec
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention import AttentionBackend
 from services.engine.model.mixers.attention import (
     AttentionMixer,
@@ -22,6 +21,7 @@ from services.engine.model.mixers.attention import (
     AttentionWeights,
 )
 from services.engine.model.operators.interface import Operators
+from services.engine.model.operators.rotation import Rotation
 from services.engine.model.transformers_code.calls import PagedCalls
 from services.engine.model.transformers_code.gated import GatedLayer
 from services.engine.model.transformers_code.linear import ProjectedLinear, product_of

@@ -5,9 +5,9 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.mixers.attention import AttentionMixer, AttentionScratch
 from services.engine.model.operators.interface import Operators
+from services.engine.model.operators.rotation import Rotation
 
 __all__ = ["Workspace"]
 

@@ -23,9 +23,10 @@ from services.engine.model.architecture.activation import (
     GateFunction,
     Nonlinearity,
 )
-from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.operators.activations import gate_factors
 from services.engine.model.operators.interface import HeadNorms, Projection
 from services.engine.model.operators.native_operators import NativeOperators
+from services.engine.model.operators.rotation import Rotation
 from services.engine.model.operators.tiled_operators import TiledOperators
 from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.machines import TILED, restrict_kernels
@@ -83,7 +84,7 @@ def test_rows_with_gaps_are_arranged_and_gate_in_tiles(tiled: TiledOperators, ro
             tiled.arrange(gates, tiles)
             own = gates[:, : 96 // columns]
             tiled.multiply_by_gates(own, function, tiles)
-            factors = function.of(own).repeat_interleave(columns, dim=1)
+            factors = gate_factors(function, own).repeat_interleave(columns, dim=1)
             assert_close(tiled.plain(tiles), gates * factors, torch.bfloat16)
     tiled.arrange(gates, tiles)
     tiled.multiply(gates, tiles)

@@ -15,6 +15,7 @@ from services.engine.model.architecture.activation import SWIGLU, Activation, No
 from services.engine.model.checkpoint.gguf_groups import read_groups
 from services.engine.model.checkpoint.quantized import GroupNumbers
 from services.engine.model.loader import load_model
+from services.engine.model.operators.activations import activated
 from services.engine.model.operators.interface import ExpertWeights
 from services.engine.model.operators.tiled_operators import TiledOperators
 from tests.unit.engine.checkpoints.configs import CONFIGS
@@ -171,7 +172,7 @@ def test_gates_and_experts_equal_those_of_the_decoded_weights(
     )
     tiles, out = to_tiles(rows)[:count], operators.empty(count, 96)
     operators.grouped_gate(gate, up, *biases, activation).into(tiles, out)
-    expected = activation.apply(torch.cat((first, second), dim=1))
+    expected = activated(activation, torch.cat((first, second), dim=1))
     assert_near(operators.plain(out), expected)
 
     down = random_weight(64, 96, 8, 32)

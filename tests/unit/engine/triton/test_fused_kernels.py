@@ -16,12 +16,13 @@ pytest.importorskip("triton")
 
 from services.engine.model import loader
 from services.engine.model.architecture.activation import Activation, Nonlinearity
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention.cache_kernel import write_tokens
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_model
 from services.engine.model.model import Model
 from services.engine.model.operators import fused_kernels
+from services.engine.model.operators.activations import activated
+from services.engine.model.operators.rotation import Rotation
 from services.engine.model.operators.torch_operators import TorchOperators
 from services.engine.model.operators.triton_operators import TritonOperators
 from tests.unit.engine.checkpoints.configs import CONFIGS
@@ -85,7 +86,7 @@ def test_activation_equals_torchs(dtype: torch.dtype, kind: Nonlinearity, gated:
     product = 3 * torch.randn(2, 1300 * (2 if gated else 1))
     out = torch.empty(2, 1300, dtype=dtype)
     fused_kernels.activate(product.to(dtype), activation, out)
-    exact = activation.apply(product.to(dtype).float())
+    exact = activated(activation, product.to(dtype).float())
     tolerance = 1e-5 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(out.float(), exact, atol=tolerance, rtol=tolerance)
 
