@@ -195,6 +195,7 @@ def _facts_as_json(name: str, path: Path, licence: str, facts: "ModelFacts") -> 
         "reasoning_format": chat.reasoning_format or None,
         "memory_bytes": dict(facts.memory),
         "cache_bytes": facts.cache_bytes,
+        "state_bytes": facts.state_bytes,
         "last_used": None if used is None else int(used),
     }
 
@@ -224,8 +225,10 @@ def _print_facts(name: str, path: Path, licence: str, facts: "ModelFacts") -> No
         (f"--weights {each}", f"{in_decimal_units(num_bytes)} of memory")
         for each, num_bytes in facts.memory.items()
     ]
-    if facts.cache_bytes is not None:
+    if facts.cache_bytes:
         rows.append(("KV cache", f"{in_decimal_units(facts.cache_bytes)} for the whole context"))
+    if facts.state_bytes:
+        rows.append(("states", f"{in_decimal_units(facts.state_bytes)} for a text of any length"))
     rows.append(("last use", "never" if used is None else _time(used)))
     width = max(len(label) for label, _ in rows)
     for label, value in rows:

@@ -21,10 +21,10 @@ from services.common.model_files.checkpoint_folder import (
 )
 from services.common.model_files.checkpoint_kind import generates
 from services.common.settings import StartupError
-from services.engine.cached_keys import CachedKeys, cached_keys
-from services.engine.model.checkpoint.architectures import family_of
+from services.engine.model.architecture.model_layers import read_config
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.stored_weights import count_parameters
+from services.engine.sequence_memory import sequence_memory
 from services.engine.start_check import checkpoint_config, memory_by_weights
 from services.tokenizer.template_facts import ChatFacts, read_chat_facts
 from tokenwire.errors import ServiceError
@@ -32,8 +32,8 @@ from tokenwire.serving.stack_layout import ServeError
 
 __all__ = ["ModelFacts", "read_facts"]
 
-_CACHED_NUMBER_BYTES = 2
-"""Bytes of a cached number unless --kv-dtype says otherwise: bfloat16 or float16"""
+_NUMBER_BYTES = 2
+"""Bytes of a number unless --dtype or --kv-dtype says otherwise: bfloat16 or float16"""
 _CONTEXT = "max_position_embeddings"
 _LICENCE = re.compile(r"^license:\s*([^\s#]+)", re.MULTILINE)
 _CARD_BYTES = 1 << 16
@@ -60,7 +60,10 @@ class ModelFacts:
     memory: Mapping[str, int]
     """Bytes of the weights in this machine's memory, by value of --weights"""
     cache_bytes: int | None
-    """Bytes of the KV cache of one text that fills the context; None = not known without a start"""
+    """Bytes of the keys and values of one text that fills the context; None = nothing is kept, or
+    the context is not known"""
+    state_bytes: int
+    """Bytes of the states of one text, whatever its length; 0 = no layer has a state"""
 
 
 async def read_facts(model: Path) -> ModelFacts:
@@ -69,12 +72,12 @@ async def read_facts(model: Path) -> ModelFacts:
         require_readable(model)
         require_config(model)
         config = checkpoint_config(model)
-        family = family_of(config)
         gguf = gguf_of(model)
         file = None if gguf is None else GgufFile(gguf)
-        keys = cached_keys(config)
-        section = config if family.section is None else config.section(family.section)
-        context = _count(section, _CONTEXT) or _count(config, _CONTEXT)
+        memory = sequence_memory(config)
+        _, read = read_config(config.values, config.file)
+        context = _count(read, _CONTEXT)
+        cached = None if memory is None or context is None else memory.cached_numbers(context)
         with opened_checkpoint(model) as directory:
             chat = await read_chat_facts(directory)
             is_generator = generates(directory)
@@ -84,13 +87,14 @@ async def read_facts(model: Path) -> ModelFacts:
             generates=is_generator,
             parameters=count_parameters(model) if file is None else _parameters(file),
             context=context,
-            vocabulary=_count(section, "vocab_size"),
+            vocabulary=_count(read, "vocab_size"),
             files=files,
             bytes_by_type=stored,
             licence=_licence_of_card(model) if file is None else _licence_of_file(file),
             chat=chat,
             memory=memory_by_weights(model),
-            cache_bytes=None if keys is None or context is None else _in_cache(keys, context),
+            cache_bytes=None if cached is None else cached * _NUMBER_BYTES,
+            state_bytes=0 if memory is None else memory.state_bytes(_NUMBER_BYTES),
         )
     except (CheckpointError, CheckpointFolderError, GgufError, StartupError) as error:
         raise ServeError(str(error)) from None
@@ -100,10 +104,6 @@ async def read_facts(model: Path) -> ModelFacts:
 
 def _count(config: Config, key: str) -> int | None:
     return config.positive(key) if config.has(key) else None
-
-
-def _in_cache(keys: CachedKeys, tokens: int) -> int:
-    return keys.numbers(tokens) * _CACHED_NUMBER_BYTES
 
 
 def _parameters(file: GgufFile) -> int:

@@ -25,6 +25,7 @@ ITS_START = "import importlib, sys; importlib.import_module(sys.argv[1])"
         (EVERY_MODULE, "services.tokenizer"),
         (EVERY_MODULE, "services.grammar"),
         (EVERY_MODULE, "services.engine.scheduling"),  # policy, which the step loop calls
+        (ITS_START, "services.engine.sequence_memory"),  # which `tokenwire show` calls
         (ITS_START, "services.engine.application"),  # the step loop is another process
     ],
 )
