@@ -2,11 +2,13 @@
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-__all__ = ["Call", "all_calls"]
+from tests.conformance.recorded.call import Call
+from tests.conformance.recorded.ollama_calls import ollama_calls
+
+__all__ = ["all_calls"]
 
 Fields: TypeAlias = Mapping[str, Any]
 
@@ -58,25 +60,6 @@ _CALLED = [
 _TEXT_FILE = "data:text/plain;base64," + base64.b64encode(b"The sky is green.").decode()
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One HTTP request. `{NAME}` in its path and body stands for what an earlier call kept."""
-
-    name: str
-    method: str
-    path: str
-    body: Any = None
-    keep: Mapping[str, str] = field(default_factory=dict)
-    """Names for fields of the answer, or of a stream's first event, which later calls use"""
-    until: Sequence[str] = ()
-    """Values of the answer's `status`, for one of which the call is repeated"""
-    form: Mapping[str, tuple[str, bytes] | str] | None = None
-    """Fields of a multipart form in place of a body: texts, and files by name and content"""
-    raw: bytes | None = None
-    """A body that need not be JSON, in place of `body`"""
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
 def all_calls() -> list[Call]:
     """Return all calls, in the order in which they must be sent."""
     calls = [
@@ -92,6 +75,7 @@ def all_calls() -> list[Call]:
         *_files_and_batches(),
         *_texts(),
         *_others(),
+        *ollama_calls(),
     ]
     names = [call.name for call in calls]
     assert len(names) == len(set(names)), "two calls have one name"

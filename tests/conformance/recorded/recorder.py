@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tests.conformance.recorded.calls import Call
+from tests.conformance.recorded.call import Call
 
 __all__ = ["answers"]
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import httpx
@@ -26,8 +27,8 @@ _HEADERS = frozenset(
 _TIMES = re.compile(r"created|.*_at|.*time.*|.*seconds.*")
 _GENERATED = frozenset(
     {"arguments", "content", "delta", "input", "output", "partial_json", "prompt", "reasoning",
-     "reasoning_content", "text", "thinking", "token", "tokens", "token_strs", "token_texts",
-     "decoded_token", "signature", "kernels", "target"}
+     "reasoning_content", "response", "text", "thinking", "token", "tokens", "token_strs",
+     "token_texts", "decoded_token", "signature", "kernels", "target"}
 )  # fmt: skip
 """Fields whose texts the model makes, the client's prompt, or the machine's own"""
 _BY_TOKEN = frozenset({"top_logprobs", "prompt_logprobs"})
@@ -61,15 +62,15 @@ def _record(response: httpx.Response, shape: Callable[[Json, str], Json], *, fol
     if response.headers.get("content-type", "").startswith("text/event-stream"):
         events = [shape(event, "") for event in _events(response.text)]
         return answer | {"events": _folded(events) if fold else events}
-    lines = response.text.splitlines()
+    is_stream = response.headers.get("content-type", "").startswith("application/x-ndjson")
+    if not is_stream:
+        with suppress(json.JSONDecodeError):
+            return answer | {"body": shape(json.loads(response.text or "null"), "")}
     try:
-        return answer | {"body": shape(json.loads(response.text or "null"), "")}
-    except json.JSONDecodeError:
-        pass
-    try:  # lines of JSON
-        return answer | {"lines": [shape(json.loads(line), "") for line in lines]}
+        lines = [shape(json.loads(line), "") for line in response.text.splitlines()]
     except json.JSONDecodeError:
         return answer | {"text": _text(response.text)}
+    return answer | {"lines": _folded(lines) if fold and is_stream else lines}
 
 
 def _events(stream: str) -> Iterable[Json]:
@@ -104,7 +105,7 @@ def _without_ids(value: Json, key: str) -> Json:
 
 def _shape(value: Json, key: str) -> Json:
     match value:
-        case dict() if key in _BY_TOKEN:
+        case dict() if key in _BY_TOKEN and "token" not in value:
             return _folded([{"token": _shape(inner, "")} for inner in value.values()])
         case dict():
             return {name: _shape(inner, name) for name, inner in value.items()}
@@ -134,7 +135,7 @@ def _kind(item: Json) -> Json:
         return type(item).__name__ if item != "[DONE]" else item
     if isinstance(choices := item.get("choices"), list):  # chunks of one choice
         return ("choices", *(choice.get("index") for choice in choices))
-    return (item.get("event"), item.get("type"), item.get("index"), item.get("id"))
+    return tuple(map(item.get, ("event", "type", "index", "id", "done")))
 
 
 def _merged(one: Iterable[str], other: Iterable[str]) -> list[str]:
