@@ -182,6 +182,34 @@ def test_services_show_each_other_one_mounted_token(overlay: str) -> None:
 
 
 @needs_kubectl
+@pytest.mark.parametrize("overlay", sorted({*OVERLAYS} - {"demo", "llm-d"}))
+def test_services_that_take_keys_report_their_usage_to_the_jobs(overlay: str) -> None:
+    """Else budgets and `tokenwire usage` would count HTTP alone, and not what gRPC clients use."""
+    documents = rendered(overlay)
+    [policy] = [
+        each["spec"]
+        for each in documents
+        if (each["kind"], each["metadata"]["name"]) == ("NetworkPolicy", "jobs")
+    ]
+    admitted = [
+        peer["podSelector"]["matchLabels"].items()
+        for rule in policy["ingress"]
+        for peer in rule["from"]
+        if {"port": 50054} in rule["ports"]
+    ]
+    reporting = set()
+    for name, pod in pods(documents):
+        for container in containers(pod):
+            flags = dict(arg.partition("=")[::2] for arg in container.get("args", ()))
+            if "--keys" in flags and name != "jobs":
+                reporting.add(name)
+                assert flags["--jobs"] == "jobs:50054"
+                labels = pod["metadata"]["labels"].items()
+                assert any(selected <= labels for selected in admitted), name
+    assert reporting == {"http-shim", "tokenizer"}
+
+
+@needs_kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_redis_of_the_limits_is_optional(overlay: str) -> None:
     named = {}
