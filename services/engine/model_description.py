@@ -53,6 +53,10 @@ class ModelDescription:
     weight_bytes: int
     pool_bytes: Sequence[int]
     """Bytes of a block of each cache group, or of a slot of states"""
+    max_running: int
+    """Most sequences that run at the same time"""
+    max_step_tokens: int
+    """Most prompt tokens of a step"""
     kernels: str
     """Instruction set of the CPU kernels; "cuda" on a GPU, "none" if torch computes on a CPU"""
     model_code: str = "native"

@@ -111,9 +111,15 @@ class EngineSettings(StreamSettings, PeerSettings, ReportSettings, CheckpointSet
         "Tokens of a sequence, at most; max = as many as the checkpoint states, auto = as many of "
         "them as the KV cache holds.",
     )
-    max_running: int = setting(256, "Sequences that run at the same time, at most.", least=1)
+    max_running: int = setting(
+        0,
+        "Sequences that run at the same time, at most; 0 = 256, and on a GPU up to 1,024 if its "
+        "memory holds so many.",
+    )
     max_waiting: int = setting(1024, "Sequences that may wait, at most; more are refused.", least=1)
-    max_step_tokens: int = setting(4096, "Prompt tokens of one step, at most.", least=1)
+    max_step_tokens: int = setting(
+        0, "Prompt tokens of one step, at most; 0 = 4,096, and 8,192 on a large GPU."
+    )
     mixed_step_factor: float = setting(
         1.7,
         "Time of a step with prompts and decodes, at most, as a multiple of one without prompts.",

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from services.engine.execution.memory_budget import (
 from services.engine.execution.model_loader import load_any_model
 from services.engine.execution.model_runner import StepCapacity, max_logit_rows
 from services.engine.execution.packed_cache import open_packed
+from services.engine.execution.step_limits import default_limits
 from services.engine.execution.step_memory import measure_steps
 from services.engine.kernels.library import instruction_set
 from services.engine.kernels.memory import populate_behind
@@ -67,6 +68,8 @@ class LoadedModel:
     """Bytes of the weights, over all ranks"""
     pool_bytes: tuple[int, ...]
     """Bytes of a block of each cache group, and of a slot of states, over all ranks"""
+    settings: EngineSettings
+    """Settings with the limits of steps that are in force"""
     pooler: Pooler | None = None
     """Pooler that makes vectors of prompts; None = the model only generates"""
 
@@ -105,6 +108,7 @@ def load(settings: EngineSettings) -> LoadedModel:
     if settings.weights == "mapped" and rank.leads:
         _announce_mapped(stored_weights(settings.model).mapped_bytes, available_memory(device))
     decoder.state_dtype = resolve_dtype(settings.state_dtype)
+    settings = _with_limits(settings, decoder, ranks)
     pooler = load_pooler(settings.model, decoder.spec, device, settings.pooling)
     step_bytes = _reserve(settings, decoder, ranks)
     states = settings.state_dtype if decoder.state_bytes else "float32"
@@ -142,6 +146,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         kv_bytes=ranks.total(need.bytes(num_blocks)),
         weight_bytes=ranks.total(decoder.weight_bytes),
         pool_bytes=tuple(map(ranks.total, need.pool_bytes)),
+        settings=settings,
         pooler=pooler,
     )
 
@@ -174,6 +179,18 @@ def _announce_mapped(mapped: int, free: int) -> None:
         )
     else:
         _LOG.info("%s of weights stay in the file; its pages fit into memory", in_units(mapped))
+
+
+def _with_limits(settings: EngineSettings, decoder: Model, ranks: RankGroup) -> EngineSettings:
+    """Return the settings with numbers in place of 0; all ranks have the same."""
+    if settings.max_running and settings.max_step_tokens:
+        return settings
+    limits = default_limits(decoder)
+    return replace(
+        settings,
+        max_running=settings.max_running or ranks.minimum(limits.running),
+        max_step_tokens=settings.max_step_tokens or ranks.minimum(limits.tokens),
+    )
 
 
 def step_tokens(settings: EngineSettings, decoder: Model) -> int:

@@ -77,7 +77,7 @@ class Frontend:
     ) -> None:
         """loop: the loop process. on_failure: called with a message when it has died."""
         self._settings = settings
-        self._max_requests = settings.max_running + settings.max_waiting
+        self._max_requests = settings.max_waiting
         self._on_failure = on_failure
         self._admission: Admission | None = None
         self._loop = LoopClient(settings, loop, self._on_output, self._on_death)
@@ -114,6 +114,8 @@ class Frontend:
             settings, lambda works: self._loop.send(SetEncoding(works))
         )
         model = await self._loop.start()
+        self._max_requests = model.max_running + settings.max_waiting
+        self._places = Shares(self._max_requests, reserve=self._max_requests)
         self._admission = Admission(
             self.model_id,
             model,

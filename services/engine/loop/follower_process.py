@@ -43,7 +43,7 @@ def run(settings: EngineSettings) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to stop
     model.ranks.watch()
     try:
-        _follower(settings, model).run()
+        _follower(model).run()
     except Exception:
         model.ranks.exit_if_rank_lost()
         _LOG.exception("a step failed")
@@ -51,10 +51,10 @@ def run(settings: EngineSettings) -> NoReturn:
     end_process(0)
 
 
-def _follower(settings: EngineSettings, model: LoadedModel) -> Follower:
+def _follower(model: LoadedModel) -> Follower:
     """Return a follower that runs decode steps as CUDA graphs if rank 0 does."""
     decoder, cache, ranks = model.decoder, model.cache, model.ranks
-    capacity = graph_capacity(settings, decoder, model.context_length)
+    capacity = graph_capacity(model.settings, decoder, model.context_length)
     read_adapter = partial(convert_adapter, decoder)
     if capacity is None:
         return Follower(decoder, cache, ranks, read_adapter=read_adapter)

@@ -41,6 +41,7 @@ class LoadedLoop:
 def load_loop(settings: EngineSettings) -> LoadedLoop:
     """Load the model and make its loop. Raises CheckpointError or StartupError."""
     model = load(settings)
+    settings = model.settings
     decoder, cache, spec = model.decoder, model.cache, model.decoder.spec
     pooler = model.pooler
     max_step_tokens = step_tokens(settings, decoder)
@@ -90,6 +91,8 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         kv_bytes=model.kv_bytes,
         weight_bytes=model.weight_bytes,
         pool_bytes=model.pool_bytes,
+        max_running=settings.max_running,
+        max_step_tokens=settings.max_step_tokens,
         kernels=_kernels(decoder),
         model_code=decoder.code.value,
         takes_adapters=decoder.adapters is not None,
