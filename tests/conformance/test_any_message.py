@@ -69,6 +69,7 @@ SENSE: dict[str, Values] = {
     "best_of": st.just(12),
     "beam_search": optional(length_penalty=SMALL, early_stopping=st.integers(0, 3)),
     "echo": BOOLEAN,
+    "prediction": LETTERS,
     "logprobs": st.integers(0, 5),
     "grammar": optional(regex=REGEXES)
     | optional(lark=LETTERS)

@@ -226,6 +226,10 @@ CHAT_FIELDS: dict[str, Values] = {
     "continue_final_message": BOOLEAN,
     "reasoning_effort": st.sampled_from(["none", "low", "high", "", "much"]),
     "truncation": st.sampled_from(["auto", "disabled"]),
+    "prediction": st.fixed_dictionaries(
+        {"type": st.sampled_from(["content", "text"])},
+        optional={"content": st.sampled_from(["", "a = 1", [{"type": "text", "text": "a"}], 5])},
+    ),
     "functions": st.sampled_from([None, []]),
     "function_call": st.sampled_from([None, "auto"]),
 }  # fmt: skip

@@ -16,6 +16,8 @@ _SMOOTHING = 0.3
 """Weight of a new measurement; a measurement counts as twice the estimate at most"""
 _LEAST_GAIN = 1.02
 """Least expected gain of a step with draft tokens, because estimates have errors"""
+_LEAST_SECONDS = 1e-9
+"""Least seconds of a step: a clock may be too coarse to show any"""
 _LEAST_PROBABILITY = 0.05
 """Least probability that a draft token is used: less is lost in the errors of estimates"""
 _NEAR = 4
@@ -40,7 +42,7 @@ class DraftLengths:
     def learn(self, rows: int, drafted: int, seconds: float) -> None:
         """Update the estimates with a step without prompts. rows: tokens, drafted ones included."""
         times = self._drafting if drafted else self._plain
-        size = size_class(rows)
+        size, seconds = size_class(rows), max(seconds, _LEAST_SECONDS)
         known = times.get(size)
         # The newest time is an upper bound: other programs only make steps longer.
         times[size] = seconds if known is None else min(seconds, _smooth(known, seconds))

@@ -135,6 +135,12 @@ class TestDraftLengths:
             lengths.learn(1, 0, 1.0)
         assert lengths.choose(1, [(0.9, 7)]) == [7]
 
+    def test_clock_that_stands_still_changes_nothing(self) -> None:
+        lengths = DraftLengths(rows_at_once=16)
+        lengths.learn(1, 0, 0.0)
+        lengths.learn(16, 15, 0.0)
+        assert lengths.choose(1, [(0.9, 15)]) == [15]
+
     @given(
         st.integers(1, 8),
         st.lists(st.tuples(st.floats(0.01, 0.99), st.integers(0, 15)), max_size=8),
