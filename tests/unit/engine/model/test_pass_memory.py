@@ -86,6 +86,7 @@ def test_cache_leaves_room_for_passes(
     make_checkpoint(tmp_path, CONFIGS[family])
     settings = EngineSettings(model=tmp_path, max_step_tokens=512, max_running=8)
     decoder = load(settings).decoder
-    needed = decoder.pass_bytes(520, 256, decoder.spec.context_length)
+    tokens = loaded_model.largest_step_tokens(settings, decoder)
+    needed = decoder.pass_bytes(tokens, 256, decoder.spec.context_length)
     monkeypatch.setattr(loaded_model, "available_memory", lambda _: needed + 400_000)
     assert load(settings).kv_bytes <= 200_000
