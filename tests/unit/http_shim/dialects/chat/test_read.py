@@ -302,6 +302,7 @@ def test_every_field_of_the_proto_has_a_json_field() -> None:
         add_generation_prompt=False, user="u", dry_multiplier=1, dry_sequence_breakers=["a"],
         skip_special_tokens=False, truncate_prompt_tokens=5, prompt_logprobs=1, bad_words=["a"],
         reasoning_effort="low", echo=True, truncation="auto",
+        prediction={"type": "content", "content": "a"},
     )  # fmt: skip
     without_breakers = translated(dry_multiplier=1, dry_sequence_breakers=[])
     fields = [*complete.ListFields(), *without_breakers.ListFields()]
