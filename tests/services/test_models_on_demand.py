@@ -350,7 +350,7 @@ async def test_a_normal_stop_ends_requests_and_writes_no_warning(
     with _served(tmp_path / "models", logs, *flags) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
             assert (await http.post("/v1/models/load", json={"model": "first"})).is_success
-            long = _body("first", max_tokens=300, ignore_eos=True, stream=True)
+            long = _body("first", max_tokens=1900, ignore_eos=True, stream=True)
             async with http.stream("POST", "/v1/completions", json=long) as running:
                 lines = running.aiter_lines()
                 await anext(lines)
