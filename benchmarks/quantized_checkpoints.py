@@ -2,7 +2,8 @@
 
     python -m benchmarks.quantized_checkpoints --only llama-3b --out FOLDER
 
-The shapes are those of Llama 3.2 3B and of Llama 2 7B, with vocabularies of their sizes. It needs
+The shapes are those of Llama 3.2 3B and of Llama 2 7B, with vocabularies of their sizes; llama-5b
+is Llama 2 7B with 25 of its 32 layers, a file of 3 GB. It needs
 gguf, transformers and tokenizers.
 """
 
@@ -38,6 +39,15 @@ class QuantizedShape(Shape):
 SHAPES = {
     "llama-3b": QuantizedShape(
         128256, hidden=3072, layers=28, heads=24, kv_heads=8, feed_forward=8192
+    ),
+    "llama-5b": QuantizedShape(
+        32000,
+        hidden=4096,
+        layers=25,
+        heads=32,
+        kv_heads=32,
+        feed_forward=11008,
+        head_kind=_KIND.Q6_K,
     ),
     "llama-7b": QuantizedShape(
         32000,

@@ -39,7 +39,7 @@ class Clocks:
         Thread(target=self._read, daemon=True).start()
 
     def stop(self) -> None:
-        """Read no more."""
+        """End the program that is read."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

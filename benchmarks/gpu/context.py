@@ -28,7 +28,7 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a part is told."""
+    """Device, sizes and files with which a part runs."""
 
     device: torch.device
     is_dry: bool

@@ -22,7 +22,7 @@ class Part:
     seconds: float
     """Estimate on an H200, with the start of engines and the compilation of kernels"""
     question: str
-    """What the part finds out"""
+    """Question that the part answers"""
     options: Mapping[str, str | int] = field(default_factory=dict)
     """Further arguments of the function, by name"""
     is_alone: bool = False

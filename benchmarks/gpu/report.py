@@ -18,7 +18,7 @@ Figure: TypeAlias = "str | float | int | bool | None"
 
 
 class Outcome(StrEnum):
-    """How a part ended."""
+    """End of a part."""
 
     RUNNING = "running"
     """The part has not ended yet"""

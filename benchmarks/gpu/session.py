@@ -23,7 +23,7 @@ __all__ = ["Limits", "Session"]
 _MOST_FAILED_STARTS = 2
 """Number of processes in a row that may fail before they are ready"""
 _LOG_CHARACTERS = 3000
-"""How much of the log's end goes into the report with a part that hangs or dies"""
+"""Number of the log's last characters in the report of a part that hangs or dies"""
 
 
 class _Cut(BaseException):

@@ -16,7 +16,7 @@ _RECURRENT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class SequenceMemory:
-    """What all layers of a decoder together keep of a sequence."""
+    """Memory of a sequence in all layers of a decoder."""
 
     groups: Sequence[LayerGroup]
     """Layers that keep numbers of equally many tokens"""

@@ -45,7 +45,7 @@ def most_prefixes(rows: int) -> int:
 
 
 def find_prefixes(tables: Integers, lengths: Integers, block_size: int) -> list[Prefix]:
-    """Return the prefixes that are worth to be read once; no decode has two of them.
+    """Return the prefixes that save reads if they are read once. No decode has two of them.
 
     tables: [rows, columns], blocks of each decode; entries past its blocks are arbitrary.
     lengths: [rows], tokens of each context. The last token of a context is in no prefix.

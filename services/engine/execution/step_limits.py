@@ -24,7 +24,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What the limits depend on: a GPU with the weights of a model."""
+    """A GPU that holds the weights of a model, as far as the limits depend on it."""
 
     free_bytes: int
     """Memory that the weights leave"""

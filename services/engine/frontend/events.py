@@ -18,8 +18,6 @@ from services.engine.messages import (
 from tokenwire.errors import ServiceError
 from tokenwire.pb.engine.v1.engine_pb2 import Accepted, Completed, PromptScores, SequenceFinished
 from tokenwire.pb.types.v1.types_pb2 import (
-    DRAFT_SOURCE_NGRAM,
-    DRAFT_SOURCE_PREDICTION,
     DraftSource,
     DraftUsage,
     DryParams,
@@ -34,11 +32,6 @@ from tokenwire.pb.types.v1.types_pb2 import (
 
 __all__ = ["accepted", "add_scores", "completed", "finished", "prompt_scores", "refusal"]
 
-_SOURCES: dict[str, DraftSource.ValueType] = {
-    "ngram": DRAFT_SOURCE_NGRAM,
-    "prediction": DRAFT_SOURCE_PREDICTION,
-}
-"""Sources of draft tokens, by the values of `DraftKind`"""
 _FINISH: dict[FinishCause, FinishReason.ValueType] = {
     FinishCause.EOS: FinishReason.FINISH_REASON_STOP,
     FinishCause.STOP_TOKEN: FinishReason.FINISH_REASON_STOP,
@@ -98,7 +91,7 @@ def completed(done: RequestDone) -> Completed:
         decode_seconds=done.decode_seconds,
         drafts=[
             DraftUsage(
-                source=_SOURCES[each.source],
+                source=DraftSource.Value(f"DRAFT_SOURCE_{each.source.upper()}"),
                 drafted_tokens=each.drafted,
                 accepted_tokens=each.accepted,
             )

@@ -6,18 +6,16 @@ seconds are measured, by the number of rows, for steps with and without draft to
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, repeat
 from operator import mul
 
+from services.engine.scheduling.step_cost import StepTimes
+
 __all__ = ["DraftLengths"]
 
-_SMOOTHING = 0.3
-"""Weight of a new measurement; a measurement counts as twice the estimate at most"""
 _LEAST_GAIN = 1.02
 """Least expected gain of a step with draft tokens, because estimates have errors"""
-_LEAST_SECONDS = 1e-9
-"""Least seconds of a step: a clock may be too coarse to show any"""
 _LEAST_PROBABILITY = 0.05
 """Least probability that a draft token is used: less is lost in the errors of estimates"""
 _NEAR = 4
@@ -32,23 +30,19 @@ class DraftLengths:
     def __init__(self, rows_at_once: int) -> None:
         """rows_at_once: rows that are assumed to take as long as one row, until it is measured."""
         self._rows_at_once = rows_at_once
-        self._plain: dict[int, float] = {}
-        """Seconds of a step without draft tokens, by size class of its rows"""
-        self._drafting: dict[int, float] = {}
-        """Seconds of a step with draft tokens, by size class of its rows"""
+        self._plain = StepTimes()
+        """Seconds of steps without draft tokens"""
+        self._drafting = StepTimes()
+        """Seconds of steps with draft tokens"""
         self._idle = 0
         """Number of steps since the last draft"""
 
     def learn(self, rows: int, drafted: int, seconds: float) -> None:
         """Update the estimates with a step without prompts. rows: tokens, drafted ones included."""
-        times = self._drafting if drafted else self._plain
-        size, seconds = size_class(rows), max(seconds, _LEAST_SECONDS)
-        known = times.get(size)
-        # The newest time is an upper bound: other programs only make steps longer.
-        times[size] = seconds if known is None else min(seconds, _smooth(known, seconds))
+        (self._drafting if drafted else self._plain).learn(rows, seconds)
         self._idle = 0 if drafted else self._idle + 1
         if self._idle > _FRESH_STEPS:
-            self._drafting.clear()
+            self._drafting.forget()
             self._idle = 0
 
     def may_gain(self, streams: int, rate: float, most: int) -> bool:
@@ -87,7 +81,7 @@ class DraftLengths:
 
     def _is_border(self, rows: int) -> bool:
         """Return whether a step of one row more is estimated to take another time."""
-        return rows % self._rows_at_once == 0 or size_class(rows) != size_class(rows + 1)
+        return rows % self._rows_at_once == 0 or StepTimes.size(rows) != StepTimes.size(rows + 1)
 
     def _gain(self, streams: int, expected: float, rows: int) -> float:
         """Return the tokens per second of a step with drafts, relative to one without."""
@@ -95,23 +89,8 @@ class DraftLengths:
 
     def _slowdown(self, streams: int, rows: int) -> float:
         """Return the seconds of a step with drafts, relative to one of `streams` rows without."""
-        plain = _nearest(self._plain, size_class(streams))
-        measured = _nearest(self._drafting, size_class(rows))
+        plain = self._plain.nearest(streams, _NEAR)
+        measured = self._drafting.nearest(rows, _NEAR)
         if plain is not None and measured is not None:
             return max(measured / plain, 1.0)
         return math.ceil(rows / self._rows_at_once) / math.ceil(streams / self._rows_at_once)
-
-
-def size_class(rows: int) -> int:
-    """Return the size class of a batch: four per doubling; steps of a class cost about the same."""
-    return int(4 * math.log2(rows)) if rows else -1
-
-
-def _nearest(times: Mapping[int, float], size: int) -> float | None:
-    """Return the seconds of the nearest size class, if one within a factor of two was measured."""
-    near = [each for each in times if abs(each - size) <= _NEAR]
-    return times[min(near, key=lambda each: abs(each - size))] if near else None
-
-
-def _smooth(known: float, seconds: float) -> float:
-    return known + _SMOOTHING * (min(seconds, 2 * known) - known)

@@ -33,7 +33,7 @@ class Drafter:
         self._predicted += sequence.speculation.has_prediction
 
     def leave(self, sequence: TokenSequence) -> None:
-        """Note that a sequence runs no more."""
+        """Note that a sequence has left the running ones."""
         self._predicted -= sequence.speculation.has_prediction
 
     def learn(self, rows: int, drafted: int, seconds: float) -> None:

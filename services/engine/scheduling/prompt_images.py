@@ -51,6 +51,18 @@ class PromptImages:
                 return int(places[0]), int(places[-1]) + 1
         return None
 
+    def whole(self, start: int, count: int) -> int:
+        """Return `count`, changed so that the tokens from `start` on do not end within an image.
+
+        The count is lowered to end before the image. If no token is left, the whole image is
+        taken, which exceeds a step's limit by less than the image.
+        """
+        span = self.span_around(start + count)
+        if span is None or span[0] == start + count:
+            return count
+        first, end = span
+        return first - start if first > start else end - start
+
     def rotary_positions(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """Return time, row and column of the ids from `start` to `end`: int64 [3, ids].
 

@@ -15,7 +15,6 @@ from services.engine.scheduling.cache_pools import BlockCopy, CachePools, Prefix
 from services.engine.scheduling.drafter import Drafter
 from services.engine.scheduling.preemption import Preemption
 from services.engine.scheduling.prompt_budget import Allowance, Backlog, PromptBudget
-from services.engine.scheduling.prompt_images import PromptImages
 from services.engine.scheduling.sequence import SequenceState, TokenSequence
 from services.engine.scheduling.speculation import Draft, DraftKind, DraftTotals
 from services.engine.scheduling.step_cost import StepCost
@@ -273,7 +272,7 @@ class Scheduler:
         if self.limits.keeps_prompts_whole:
             return sequence.length - sequence.num_computed
         if sequence.images is not None and self.limits.keeps_images_whole:
-            return _whole_images(sequence.images, sequence.num_computed, 1)
+            return sequence.images.whole(sequence.num_computed, 1)
         return 1
 
     def _plan_prefills(
@@ -316,7 +315,7 @@ class Scheduler:
             start = sequence.num_computed
             count = self.caches.grow_most(sequence, start + count) - start
             if sequence.images is not None and self.limits.keeps_images_whole:
-                count = _whole_images(sequence.images, sequence.num_computed, count)
+                count = sequence.images.whole(sequence.num_computed, count)
             left -= count
             yield self._prefill(sequence, count)
             if not whole:
@@ -488,19 +487,6 @@ def _share(wanted: int, left: int, slack: int, backlog: Backlog) -> int:
     if others and wanted > _LONG_PROMPT_RATIO * (backlog.tokens - wanted) / others:
         left -= min(left // 2, max(backlog.tokens - wanted, 0))
     return wanted if wanted <= left + slack else left
-
-
-def _whole_images(images: PromptImages, start: int, count: int) -> int:
-    """Return `count`, changed so that the tokens from `start` on do not end within an image.
-
-    The count is lowered to end before the image. If no token is left, the whole image is taken,
-    which exceeds a step's limit by less than the image.
-    """
-    span = images.span_around(start + count)
-    if span is None or span[0] == start + count:
-        return count
-    first, end = span
-    return first - start if first > start else end - start
 
 
 def _charge_tenants(

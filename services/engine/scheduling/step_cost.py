@@ -8,10 +8,12 @@ measured continuously, so the bound holds on any machine, model and context.
 import math
 from abc import ABC, abstractmethod
 
-__all__ = ["StepCost"]
+__all__ = ["StepCost", "StepTimes"]
 
 _SMOOTHING = 0.3
 """Weight of a new measurement in an estimate; a measurement counts as twice the estimate at most"""
+_LEAST_SECONDS = 1e-9
+"""Least seconds of a step: a clock may be too coarse to show any"""
 _FRESH_STEPS = 16
 """Steps after which the cost of decoding is measured again: contexts grow"""
 _LEAST_SPREAD = 0.2
@@ -31,8 +33,8 @@ class StepCost:
         self._steps = 0
         self._last_decode_step = 0
         """Number of the latest step without prompts"""
-        self._decode: dict[int, float] = {}
-        """Seconds of a step without prompts, by size class"""
+        self._decode = StepTimes()
+        """Seconds of a step without prompts"""
         self._prompts: _PromptCost = _AffineCost() if prompts_have_fixed_cost else _LinearCost()
         """Seconds that prompt tokens add to a step"""
 
@@ -40,10 +42,7 @@ class StepCost:
         """Update the estimates with a step. decodes: number of its tokens of running streams."""
         self._steps += 1
         if prompt_tokens == 0:
-            size = _size_class(decodes)
-            estimate = self._decode.get(size, seconds)
-            # Never exceed the newest time: overestimates admit too many prompt tokens.
-            self._decode[size] = min(seconds, _smooth(estimate, seconds))
+            self._decode.learn(decodes, seconds)
             self._last_decode_step = self._steps
         elif prompt_tokens >= self._measurable_tokens and (decodes or not self._prompts.is_known):
             alone = self.decode_seconds(decodes) if decodes else 0.0
@@ -70,9 +69,45 @@ class StepCost:
 
     def decode_seconds(self, decodes: int) -> float:
         """Return the seconds of a step without prompts, from the nearest size measured."""
-        wanted = _size_class(decodes)
-        nearest = min(self._decode, key=lambda size: abs(size - wanted), default=None)
-        return 0.0 if nearest is None else self._decode[nearest]
+        return self._decode.nearest(decodes) or 0.0
+
+
+class StepTimes:
+    """Estimated seconds of steps by their rows, in size classes of which four make a doubling."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether a step has been measured."""
+        return bool(self._seconds)
+
+    def learn(self, rows: int, seconds: float) -> None:
+        """Update the estimate of a step of so many rows.
+
+        It never exceeds the newest time: other programs only make steps longer, and overestimates
+        admit too many prompt tokens.
+        """
+        size, seconds = self.size(rows), max(seconds, _LEAST_SECONDS)
+        self._seconds[size] = min(seconds, _smooth(self._seconds.get(size, seconds), seconds))
+
+    def nearest(self, rows: int, within: float = math.inf) -> float | None:
+        """Return the estimate of the nearest size class; None = none was measured.
+
+        within: most classes between it and the class of `rows`.
+        """
+        wanted = self.size(rows)
+        near = [size for size in self._seconds if abs(size - wanted) <= within]
+        return self._seconds[min(near, key=lambda size: abs(size - wanted))] if near else None
+
+    def forget(self) -> None:
+        """Forget all measurements."""
+        self._seconds.clear()
+
+    @staticmethod
+    def size(rows: int) -> int:
+        """Return the size class of a step; steps of a class take about the same time."""
+        return int(4 * math.log2(rows)) if rows else -1
 
 
 class _PromptCost(ABC):
@@ -156,11 +191,6 @@ class _AffineCost(_PromptCost):
         # The fixed part is not negative, and a token takes some time.
         self._each = min(max(self._each, _LEAST_SHARE * per_token), per_token)
         self._fixed = self._seconds - self._each * self._tokens
-
-
-def _size_class(decodes: int) -> int:
-    """Return the size class of a batch: four per doubling; steps of a class cost about the same."""
-    return int(4 * math.log2(decodes)) if decodes else -1
 
 
 def _smooth(estimate: float, measured: float) -> float:

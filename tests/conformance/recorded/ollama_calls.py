@@ -119,7 +119,7 @@ def _generate(client: Client, **fields: Any) -> Any:
 
 
 class _Request(Exception):  # noqa: N818 - no error
-    """What the client sends."""
+    """Carries the request that the client would send."""
 
     def __init__(self, request: httpx.Request) -> None:
         super().__init__()
