@@ -42,7 +42,7 @@ NO_REASONS = {
     *("NAME", "OTHER", "TEXT"),  # parts of chat templates and tool calls
     *("PATH", "PYTHONPATH"),
     *("INVALID_ARGUMENT", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED"),  # codes of gRPC
-    *("DELETE", "HEAD", "POST", "FINISH_REASON_", "UNKNOWN"),
+    *("DELETE", "HEAD", "POST", "DRAFT_SOURCE_", "FINISH_REASON_", "UNKNOWN"),
 }
 """Texts in capitals that modules with errors have beside their reasons"""
 
