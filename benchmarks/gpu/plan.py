@@ -146,6 +146,42 @@ PARTS: Sequence[Part] = (
         "What do drafts gain a stream that repeats itself, and cost its neighbours?",
     ),
     Part(
+        "adapters once",
+        f"{_HERE}.once:check_adapters",
+        12,
+        "Do streams with LoRA adapters and without compute what float32 does on the CPU?",
+    ),
+    Part(
+        "images once",
+        f"{_HERE}.once:check_images",
+        15,
+        "Do decoders read images of all kinds as float32 does on the CPU?",
+    ),
+    Part(
+        "towers once",
+        f"{_HERE}.towers:check_towers",
+        15,
+        "Do image encoders make the features that float32 makes on the CPU?",
+    ),
+    Part(
+        "drafts once",
+        f"{_HERE}.once:check_drafts",
+        15,
+        "Are drafted answers scored as float32 scores them on the CPU?",
+    ),
+    Part(
+        "float16 once",
+        f"{_HERE}.once:check_float16",
+        15,
+        "Do families compute in float16 what float32 does on the CPU?",
+    ),
+    Part(
+        "two ranks once",
+        f"{_HERE}.two_ranks:check_two_ranks",
+        30,
+        "Do two ranks on this card compute what float32 does on the CPU?",
+    ),
+    Part(
         "attention",
         f"{_HERE}.correctness:check_attention",
         25,

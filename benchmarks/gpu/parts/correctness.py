@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks.engine import MeasuredEngine
 from benchmarks.gpu.checkpoints import FAMILIES
 from benchmarks.gpu.context import Context, Row, Rows, release
+from benchmarks.gpu.parts.answers import Question, answer, differences, verdict
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, AttentionStep, choose_backend
@@ -40,10 +41,6 @@ _MOST_DIFFERENCE = 0.02
 """Largest difference from float32 attention, of values near 1 in bfloat16"""
 _FP8_DIFFERENCE = 0.02
 """Largest error of a product of FP8 numbers, of the largest result"""
-_MEAN_NATS, _MOST_NATS = 0.02, 0.5
-"""Bounds of log-probability differences from float32"""
-_MEDIAN_NATS, _NINE_OF_TEN_NATS = 0.04, 0.2
-"""Bounds with experts: rounding exchanges some that the router likes equally, on a CPU too"""
 
 
 def check_attention(context: Context) -> Rows:
@@ -154,31 +151,12 @@ def check_families(context: Context) -> Rows:
 def _accuracy(path: Path, device: torch.device) -> Row:
     prompts = [random.Random(size).choices(range(3, 900), k=size) for size in (7, 64, 300)]
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    found: list[list[float]] = []
-    answers: list[list[int]] = []
     with MeasuredEngine(path, dtype, 4096, device=device.type) as engine:
-        for prompt in prompts:
-            scored = engine.generate(prompt, max_tokens=0, prompt_logprobs=0).prompt_scores
-            made = engine.generate(
-                prompt, max_tokens=24, temperature=0, ignore_eos=True, logprobs=0
-            )
-            found.append([score.logprob for score in (*scored, *made.scores)])
-            answers.append([*prompt, *made.token_ids])
+        answers, _ = answer(engine, [Question(prompt) for prompt in prompts], 24)
     release()
-    differences: list[float] = []
-    has_experts = load_spec(path).has_experts
     with MeasuredEngine(path, "float32", 4096) as exact:
-        for answer, scores in zip(answers, found, strict=True):
-            known = exact.generate(answer, max_tokens=0, prompt_logprobs=0).prompt_scores
-            differences += [abs(a - b.logprob) for a, b in zip(scores, known, strict=True)]
-    differences.sort()
-    mean, most = sum(differences) / len(differences), differences[-1]
-    median, high = (differences[int(share * len(differences))] for share in (0.5, 0.9))
-    if has_experts:
-        is_good = median <= _MEDIAN_NATS and high <= _NINE_OF_TEN_NATS
-    else:
-        is_good = mean <= _MEAN_NATS and most <= _MOST_NATS
-    return {"mean": mean, "median": median, "9 of 10": high, "most": most, "ok": is_good}
+        found = differences(exact, answers)
+    return verdict(found, has_experts=load_spec(path).has_experts)
 
 
 def check_graphs(context: Context) -> Rows:
