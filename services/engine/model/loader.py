@@ -44,7 +44,7 @@ from services.engine.model.operators.rounded_operators import (
     RoundedTiledOperators,
 )
 from services.engine.model.operators.tiled_operators import TiledOperators
-from services.engine.model.operators.torch_operators import TorchOperators
+from services.engine.model.operators.torch_operators import TorchOperators, runs_tensor_kernels
 from services.engine.model.parts.shard import Shard
 from services.engine.model.parts.stored_feed_forward import unread_experts
 from services.engine.model.parts.tensor_reader import TensorReader
@@ -386,9 +386,11 @@ def choose_operators(
             )
     if device.type == "cuda" and find_spec("triton") is not None:
         # imported here: only GPU machines have Triton
+        from services.engine.model.operators.packed_operators import PackedOperators
         from services.engine.model.operators.triton_operators import TritonOperators
 
-        return TritonOperators(dtype, device)
+        packs = weights == "full" and runs_tensor_kernels(dtype, device)
+        return PackedOperators(dtype, device) if packs else TritonOperators(dtype, device)
     if native is None or not groups:
         return TorchOperators(dtype, device)
     if tiles and weights == "full" and spec.scheme and spec.scheme.rounds_rows:

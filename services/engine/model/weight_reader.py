@@ -178,7 +178,8 @@ class WeightReader:
 
     def _embedding(self, table: StoredTensor) -> Embedding:
         reads_rows = self._reader.operators.keeps_groups and not self._reader.spec.family.layer_norm
-        if reads_rows and (rows := self._reader.stored_rows(table)) is not None:
+        on_host = self._reader.device.type == "cpu"
+        if reads_rows and on_host and (rows := self._reader.stored_rows(table)) is not None:
             return StoredEmbedding(rows)
         weight = self._table(table)
         if self._reader.device.type == "cpu" and not self._reader.spec.family.layer_norm:

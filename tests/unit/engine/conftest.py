@@ -1,4 +1,4 @@
-"""Triton's interpreter without work that it repeats at each call and operation."""
+"""Triton's interpreter with products in bfloat16, without work that it repeats at each call."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -32,7 +32,68 @@ def quick_interpreter() -> Iterator[None]:
         patch.setattr(interpreter.InterpretedFunction, "__call__", _call)
         patch.setattr(interpreter.interpreter_builder, "options", unchecked)
         patch.setattr(interpreter, "_get_np_dtype", _Dtypes(interpreter._get_np_dtype))
+        _compute_bfloat16(interpreter, patch)
         yield
+
+
+def _compute_bfloat16(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Make the interpreter compute products and conversions in bfloat16 as a GPU does.
+
+    It multiplies the bits as integers, and rounds half away from zero without a carry.
+    """
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    language = interpreter.tl
+    own = {name: getattr(builder, name) for name in ("cast_impl", "create_fp_to_fp")}
+    fma, dot = builder.create_fma, builder.create_dot
+
+    def is_half(value: Any) -> bool:
+        return bool(value.dtype.scalar == language.bfloat16)
+
+    def converted(name: str) -> Callable[..., Any]:
+        def convert(self: Any, source: Any, kind: Any, *further: Any) -> Any:
+            target = kind.scalar
+            if is_half(source) and target.is_floating():
+                widened = handle(_as_float32(source.data), language.float32)
+                is_wide = target == language.float32
+                return widened if is_wide else own[name](self, widened, kind, *further)
+            if source.dtype.scalar == language.float32 and target == language.bfloat16:
+                return handle(_as_bfloat16(source.data), target)
+            return own[name](self, source, kind, *further)
+
+        return convert
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if not is_half(z):
+            return fma(self, x, y, z)
+        one, other, addend = (_as_float32(each.data).astype(np.float64) for each in (x, y, z))
+        exact = (one * other + addend).astype(np.float32)
+        return handle(_as_bfloat16(exact), language.bfloat16)
+
+    def create_dot(self: Any, a: Any, b: Any, *further: Any) -> Any:
+        if is_half(a):
+            a, b = (handle(_as_float32(each.data), language.float32) for each in (a, b))
+        return dot(self, a, b, *further)
+
+    for name in own:
+        patch.setattr(builder, name, converted(name))
+    patch.setattr(builder, "create_fma", create_fma)
+    patch.setattr(builder, "create_dot", create_dot)
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return handle(_as_bfloat16(np.array([value], np.float32)), language.bfloat16)
+
+    patch.setattr(builder, "get_bf16", get_bf16, raising=False)
+
+
+def _as_float32(bits: Any) -> Any:
+    return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def _as_bfloat16(numbers: Any) -> Any:
+    """Round to the nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(numbers), 0x7FC0, rounded).astype(np.uint16)
 
 
 def _call(function: Any, *args: object, **options: object) -> object:

@@ -89,10 +89,11 @@ class BlockCodes:
         """Return the codes, uint8 [outputs, inputs]."""
         rows = self.rows if self.order is None else self.rows.index_select(0, self.order)
         blocks = rows.reshape(-1, self.layout.num_bytes)
-        codes = torch.zeros(len(blocks), self.layout.num_codes, dtype=torch.uint8)
+        shape, device = (len(blocks), self.layout.num_codes), rows.device
+        codes = torch.zeros(shape, dtype=torch.uint8, device=device)
         for plane in self.layout.planes:
             packed = blocks[:, plane.first : plane.first + plane.bytes]
-            shifts = torch.arange(0, 8, plane.bits, dtype=torch.uint8)[:, None]
+            shifts = torch.arange(0, 8, plane.bits, dtype=torch.uint8, device=device)[:, None]
             bits = packed.reshape(len(blocks), -1, 1, plane.run) >> shifts & (1 << plane.bits) - 1
             codes |= bits.reshape(codes.shape) << plane.shift
         return (codes + self.layout.lift).view(self.shape)

@@ -4,6 +4,7 @@ Launches depend on no content. Rows are sorted by expert into blocks, as in Mega
 2022, arXiv:2211.15841): all rows of a block belong to one expert.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,9 @@ from services.engine.model.operators.grouped_weights import PACKED_INPUTS, Group
 
 __all__ = [
     "TILES",
+    "Blocks",
     "Tile",
+    "activate",
     "add_sums",
     "choose_experts",
     "choose_tile",
@@ -55,14 +58,14 @@ TILES = (
 )
 
 
-def choose_tile(choices: int, experts: int) -> Tile:
+def choose_tile(choices: int, experts: int, tiles: Sequence[Tile] = TILES) -> Tile:
     """Return the tile whose rows the average expert fills, else the largest."""
     average = choices // experts
-    return next((tile for tile in TILES if tile.rows >= average), TILES[-1])
+    return next((tile for tile in tiles if tile.rows >= average), tiles[-1])
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
+class Blocks:
     """Choices in the order of their experts, in blocks of `tile.rows`. A choice is row * k + j."""
 
     tile: Tile
@@ -95,7 +98,7 @@ def choose_experts(scores: Tensor, per_row: int, *, normalized: bool) -> tuple[T
     return chosen, factors
 
 
-def sort_choices(chosen: Tensor, experts: int, tile: Tile) -> _Blocks:
+def sort_choices(chosen: Tensor, experts: int, tile: Tile) -> Blocks:
     """Sort the choices by their experts, and keep the order of each expert's choices."""
     choices = chosen.numel()
     # An expert with choices has at most one partial block.
@@ -119,13 +122,13 @@ def sort_choices(chosen: Tensor, experts: int, tile: Tile) -> _Blocks:
         tile_rows=tile.rows,
         chunk=_CHUNK,
     )
-    return _Blocks(tile, order, numbers, count, limit, choices)
+    return Blocks(tile, order, numbers, count, limit, choices)
 
 
 def multiply_experts(
     rows: Tensor,
     weights: GroupedWeights,
-    blocks: _Blocks,
+    blocks: Blocks,
     per_row: int,
     activation: Activation | None,
     out: Tensor,
@@ -368,7 +371,7 @@ def _multiply(
                 bias_of_second = tl.load(bias + outputs, mask=is_output, other=0.0)
                 second += bias_of_second.to(tl.float32)[None, :]
         if products == 2:
-            product = _activate(product, second, nonlinearity, alpha, limit)
+            product = activate(product, second, nonlinearity, alpha, limit)
         tl.store(
             out + choice.to(tl.int64)[:, None] * outputs + output[None, :],
             product.to(out.dtype.element_ty),
@@ -390,7 +393,7 @@ def _decode(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _activate(
+def activate(
     gate: tl.tensor,
     up: tl.tensor,
     nonlinearity: tl.constexpr,

@@ -110,7 +110,7 @@ class Fp8Operators(TritonOperators):
     ) -> Mixture:
         if not activation.gated:
             return super().mixture(experts, count, per_row, activation)
-        return GroupedMixture(
+        return GroupedMixture.of(
             experts, count, per_row, activation, self._dtype, self._device, self._rounding
         )
 

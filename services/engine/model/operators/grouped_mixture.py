@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from services.engine.model.operators.activations import activated
 from services.engine.model.operators.deltas import Delta, ExpertDeltas
 from services.engine.model.operators.expert_kernels import (
     TILES,
+    Blocks,
     Tile,
     add_sums,
     choose_tile,
@@ -22,8 +24,26 @@ from services.engine.model.operators.expert_kernels import (
 from services.engine.model.operators.fp8_weights import Fp8Rounding
 from services.engine.model.operators.grouped_weights import GroupedWeights
 from services.engine.model.operators.interface import ExpertWeights, Mixture
+from services.engine.model.operators.packed_experts import PackedExperts
 
-__all__ = ["GroupedMixture"]
+__all__ = ["GroupedMixture", "MixtureShape", "first_of", "plain"]
+
+
+class MixtureShape(NamedTuple):
+    """Widths of a mixture's products, and numbers of its experts."""
+
+    inputs: int
+    width: int
+    """Number of outputs of gate and of up"""
+    outputs: int
+    experts: int
+    per_row: int
+    """Number of experts of a row"""
+
+    @staticmethod
+    def of(expert: ExpertWeights, count: int, per_row: int) -> "MixtureShape":
+        (width, inputs), outputs = expert.gate.shape, expert.down.shape[0]
+        return MixtureShape(inputs, width, outputs, count, per_row)
 
 
 class GroupedMixture(Mixture):
@@ -34,6 +54,34 @@ class GroupedMixture(Mixture):
 
     def __init__(
         self,
+        gate: GroupedWeights | PackedExperts,
+        down: GroupedWeights | PackedExperts,
+        shape: MixtureShape,
+        activation: Activation,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Compile the kernels. gate: gate and up of all experts."""
+        self._gate = gate
+        self._down = down
+        self.weight_bytes = gate.nbytes + down.nbytes
+        self._width = shape.width
+        self._activation = activation
+        self._count = shape.experts
+        most = min(each.most_rows for each in (gate, down))
+        self._tiles = [tile for tile in TILES if tile.rows <= most]
+        self._deltas: ExpertDeltas | None = None
+        row, out = (
+            torch.zeros((1, width), dtype=dtype, device=device)
+            for width in (shape.inputs, shape.outputs)
+        )
+        chosen = torch.arange(shape.per_row, device=device)[None]
+        # Without this, the first step of some size would wait for the compiler.
+        for tile in self._tiles:
+            self._add_to(row, chosen, chosen.float(), out, tile)
+
+    @staticmethod
+    def of(
         experts: Iterable[ExpertWeights],
         count: int,
         per_row: int,
@@ -41,41 +89,30 @@ class GroupedMixture(Mixture):
         dtype: torch.dtype,
         device: torch.device,
         rounding: Fp8Rounding | None = None,
-    ) -> None:
-        """Copy the weights to the device, an expert at a time, and compile the kernels.
+    ) -> "GroupedMixture":
+        """Copy the weights to the device, an expert at a time.
 
         per_row: number of experts of a row. rounding: rounding to FP8 of weights that are
         not MXFP4; None: they are converted to `dtype`.
         """
-        first, rest = _first(experts)
-        inputs, outputs = first.gate.shape[1], first.down.shape[0]
-        self._gate = GroupedWeights.allocate(
-            _plain(first.gate, first.up), first.gate_bias, count, dtype, device, rounding
+        first, rest = first_of(experts)
+        shape = MixtureShape.of(first, count, per_row)
+        gate = GroupedWeights.allocate(
+            plain(first.gate, first.up), first.gate_bias, count, dtype, device, rounding
         )
-        self._down = GroupedWeights.allocate(
-            _plain(first.down), first.down_bias, count, dtype, device, rounding
+        down = GroupedWeights.allocate(
+            plain(first.down), first.down_bias, count, dtype, device, rounding
         )
         for number, each in enumerate(rest):
-            self._gate.put(number, _plain(each.gate, each.up), (each.gate_bias, each.up_bias))
-            self._down.put(number, _plain(each.down), (each.down_bias,))
-        self.weight_bytes = self._gate.nbytes + self._down.nbytes
-        self._width = first.gate.shape[0]
-        self._activation = activation
-        self._count = count
-        self._deltas: ExpertDeltas | None = None
-        row, out = (
-            torch.zeros((1, width), dtype=dtype, device=device) for width in (inputs, outputs)
-        )
-        chosen = torch.arange(per_row, device=device)[None]
-        # Without this, the first step of some size would wait for the compiler.
-        for tile in TILES:
-            self._add_to(row, chosen, chosen.float(), out, tile)
+            gate.put(number, plain(each.gate, each.up), (each.gate_bias, each.up_bias))
+            down.put(number, plain(each.down), (each.down_bias,))
+        return GroupedMixture(gate, down, shape, activation, dtype, device)
 
     def adapt(self, deltas: ExpertDeltas) -> None:
         self._deltas = deltas
 
     def add_to(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
-        tile = choose_tile(chosen.numel(), self._count)
+        tile = choose_tile(chosen.numel(), self._count, self._tiles)
         self._add_to(rows, chosen, factors, out, tile)
 
     def _add_to(
@@ -88,13 +125,13 @@ class GroupedMixture(Mixture):
         products = rows.new_empty((choices, outputs))
         if deltas is None:
             hidden = rows.new_empty((choices, self._width))
-            multiply_experts(rows, self._gate, blocks, per_row, self._activation, hidden)
+            _multiply(rows, self._gate, blocks, per_row, self._activation, hidden)
         else:
             both = rows.new_empty((choices, 2 * self._width))
-            multiply_experts(rows, self._gate, blocks, per_row, None, both)
+            _multiply(rows, self._gate, blocks, per_row, None, both)
             _adapt(deltas, deltas.gates, rows, chosen, both)
             hidden = activated(self._activation, both)
-        multiply_experts(hidden, self._down, blocks, 1, None, products)
+        _multiply(hidden, self._down, blocks, 1, None, products)
         if deltas is not None:
             _adapt(deltas, deltas.downs, hidden, chosen, products)
         if self.returns_rows:
@@ -102,6 +139,20 @@ class GroupedMixture(Mixture):
             own = products.view(*chosen.shape, outputs)
             products = torch.where(has_weights, own, rows[:, None])
         add_sums(products, factors, out)
+
+
+def _multiply(
+    rows: Tensor,
+    weights: GroupedWeights | PackedExperts,
+    blocks: Blocks,
+    per_row: int,
+    activation: Activation | None,
+    out: Tensor,
+) -> None:
+    if isinstance(weights, PackedExperts):
+        weights.multiply(rows, blocks, per_row, activation, out)
+    else:
+        multiply_experts(rows, weights, blocks, per_row, activation, out)
 
 
 def _adapt(
@@ -124,14 +175,14 @@ def _adapt(
                 out[choices] = product
 
 
-def _first(experts: Iterable[ExpertWeights]) -> tuple[ExpertWeights, Iterable[ExpertWeights]]:
+def first_of(experts: Iterable[ExpertWeights]) -> tuple[ExpertWeights, Iterable[ExpertWeights]]:
     """Return the first expert, and an iterable of all experts."""
     iterator = iter(experts)
     first = next(iterator)
     return first, chain((first,), iterator)
 
 
-def _plain(*weights: Weight | None) -> list[Tensor | Mxfp4Weight]:
+def plain(*weights: Weight | None) -> list[Tensor | Mxfp4Weight]:
     """Decode weights that no kernel here reads, and leave out those that are None."""
     found = (each for each in weights if each is not None)
     return [each.decode() if isinstance(each, QuantizedWeight) else each for each in found]

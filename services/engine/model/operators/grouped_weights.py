@@ -16,6 +16,8 @@ __all__ = ["PACKED_INPUTS", "GroupedWeights"]
 PACKED_INPUTS = 2 * GROUP_SIZE
 """Number of inputs of MXFP4 that lie together, and that a program multiplies at a time"""
 
+_MOST_ROWS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeights:
@@ -97,6 +99,11 @@ class GroupedWeights:
         """Number of inputs that share an FP8 scale."""
         inputs = self.weight.shape[2]
         return inputs if self.rounding is None else self.rounding.group_inputs(inputs)
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of a block that the kernels multiply."""
+        return _MOST_ROWS
 
     @property
     def nbytes(self) -> int:

@@ -21,7 +21,16 @@ from services.engine.model.operators.interface import (
 from services.engine.model.operators.looped_mixture import LoopedMixture
 from services.engine.model.operators.rotation import Rotation
 
-__all__ = ["TorchGate", "TorchOperators", "join", "join_biases", "normalize"]
+__all__ = [
+    "TorchGate",
+    "TorchOperators",
+    "add_product",
+    "join",
+    "join_biases",
+    "multiply_into",
+    "normalize",
+    "runs_tensor_kernels",
+]
 
 _CUDA_ROWS = 256
 """Number of rows that a GPU multiplies in little more time than it reads the weights"""
@@ -40,7 +49,7 @@ class TorchOperators(Operators):
         if device.type == "cuda":
             self.rows_at_once = _CUDA_ROWS
         on_cpu = device.type == "cpu"
-        self.groups_experts = _runs_expert_kernels(dtype, device)
+        self.groups_experts = runs_tensor_kernels(dtype, device)
         self._prepacks = on_cpu and _has_onednn_kernels(dtype)
 
     def empty(self, rows: int, width: int) -> Tensor:
@@ -74,7 +83,7 @@ class TorchOperators(Operators):
         # Imported here, because only GPU machines need Triton.
         from services.engine.model.operators.grouped_mixture import GroupedMixture
 
-        return GroupedMixture(experts, count, per_row, activation, self._dtype, self._device)
+        return GroupedMixture.of(experts, count, per_row, activation, self._dtype, self._device)
 
     def arrange(self, rows: Tensor, out: Tensor) -> None:
         out.copy_(rows)
@@ -121,26 +130,10 @@ class _TorchProjection(Projection):
         self.weight_bytes = weight.nbytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
-        if out.dtype != rows.dtype:
-            self._into_float32(rows, out)
-        elif self._bias is None:
-            torch.mm(rows, self._weight, out=out)
-        else:
-            torch.addmm(self._bias, rows, self._weight, out=out)
+        multiply_into(rows, self._weight, self._bias, out)
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
-        out.addmm_(rows, self._weight)
-        if self._bias is not None:
-            out += self._bias
-
-    def _into_float32(self, rows: Tensor, out: Tensor) -> None:
-        """Write float32 products, which a GPU does not round: rounded logits would often tie."""
-        if rows.device.type == "cpu":  # torch has this product for GPUs alone
-            out.copy_(linear(rows, self._weight.T, self._bias))
-            return
-        torch.ops.aten.mm.dtype_out(rows, self._weight, out.dtype, out=out)
-        if self._bias is not None:
-            out += self._bias
+        add_product(rows, self._weight, self._bias, out)
 
 
 class _PrepackedProjection(Projection):
@@ -189,6 +182,36 @@ class TorchGate(Gate):
         self._operators.arrange(activated(self._activation, product), out)
 
 
+def multiply_into(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Compute out = rows @ weight + bias; weight: [inputs, outputs], out: of any floating dtype.
+
+    A GPU does not round float32 products: rounded logits would often tie.
+    """
+    if out.dtype == rows.dtype:
+        if bias is None:
+            torch.mm(rows, weight, out=out)
+        else:
+            torch.addmm(bias, rows, weight, out=out)
+    elif rows.device.type == "cpu":  # torch has products of two dtypes for GPUs alone
+        out.copy_(linear(rows, weight.T, bias))
+    else:
+        torch.ops.aten.mm.dtype_out(rows, weight, out.dtype, out=out)
+        if bias is not None:
+            out += bias
+
+
+def add_product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Compute out += rows @ weight + bias, as `multiply_into`."""
+    if out.dtype == rows.dtype:
+        out.addmm_(rows, weight)
+        if bias is not None:
+            out += bias
+    else:
+        product = torch.empty_like(out)
+        multiply_into(rows, weight, bias, product)
+        out += product
+
+
 def join(
     gate: Tensor, up: Tensor | None, gate_bias: Tensor | None, up_bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -214,7 +237,8 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return (exact * scale).to(rows.dtype) * weight
 
 
-def _runs_expert_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+def runs_tensor_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether our kernels of experts and of packed weights run in this type there."""
     if device.type != "cuda" or dtype == torch.float32 or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= _AMPERE

@@ -15,7 +15,7 @@ from services.engine.model.operators.fused_kernels import (
 )
 from services.engine.model.operators.interface import Gate, Projection
 from services.engine.model.operators.rotation import Rotation
-from services.engine.model.operators.torch_operators import TorchOperators, join
+from services.engine.model.operators.torch_operators import TorchGate, TorchOperators, join
 
 __all__ = ["TritonOperators"]
 
@@ -31,10 +31,13 @@ class TritonOperators(TorchOperators):
         up_bias: Tensor | None,
         activation: Activation = SWIGLU,
     ) -> Gate:
-        if not has_kernel(activation):
-            return super().gate(gate, up, gate_bias, up_bias, activation)
-        product = self.projection(*join(gate, up, gate_bias, up_bias))
-        return _TritonGate(product, activation, self)
+        return self.activated(self.projection(*join(gate, up, gate_bias, up_bias)), activation)
+
+    def activated(self, product: Projection, activation: Activation) -> Gate:
+        """Make a gate of a product, which has the columns of both factors if there are two."""
+        if has_kernel(activation):
+            return _TritonGate(product, activation, self)
+        return TorchGate(product, 2 if activation.gated else 1, activation, self)
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         norm_rows(rows, weight, epsilon, out)

@@ -338,9 +338,10 @@ class FeedForwardReader:
             yield from stack.transpose(1, 2) if layout.transposed else stack
         else:
             blocks, scales = map(self._reader.tensor, content)
-            keeps_groups, mapped = self._reader.operators.keeps_groups, self._reader.checkpoint.maps
+            operators, mapped = self._reader.operators, self._reader.checkpoint.maps
+            in_codes = operators.keeps_groups and not operators.groups_experts
             for weight in map(Mxfp4Weight, blocks, scales):
-                yield in_groups(weight, mapped=mapped) if keeps_groups else weight
+                yield in_groups(weight, mapped=mapped) if in_codes else weight
 
     def _biases(self, stored: StoredTensor | None) -> Iterator[Tensor | None]:
         """Yield each expert's bias; None for each expert if there are none."""

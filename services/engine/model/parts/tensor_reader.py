@@ -241,7 +241,9 @@ class TensorReader:
         if not self.spec.family.keeps_codes or (norm is not None and norm.bias):
             return None
         if of_expert and self.operators.groups_experts:
-            return self.checkpoint.mxfp4(stored, self.device)
+            packed = self.checkpoint.mxfp4(stored, self.device)
+            if packed is not None:
+                return packed
         if not self.operators.keeps_groups:
             return None
         factors = self._factors_of(stored)

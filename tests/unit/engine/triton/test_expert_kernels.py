@@ -72,7 +72,8 @@ def choose(generator: torch.Generator, rows: int, among: Sequence[int], per_row:
 
 
 def grouped(experts: list[ExpertWeights], activation: Activation) -> Mixture:
-    mixture: Mixture = mixtures.GroupedMixture(experts, EXPERTS, 1, activation, torch.float32, CPU)
+    of = mixtures.GroupedMixture.of
+    mixture: Mixture = of(experts, EXPERTS, 1, activation, torch.float32, CPU)
     return mixture
 
 
@@ -220,7 +221,7 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "native", None)
     on_pages = lambda *model, **_: xformers_backend.PagedAttention(*model)  # noqa: E731
     monkeypatch.setattr(loader, "choose_backend", on_pages)
-    monkeypatch.setattr(torch_operators, "_runs_expert_kernels", lambda *_: True)
+    monkeypatch.setattr(torch_operators, "runs_tensor_kernels", lambda *_: True)
 
 
 @interpreted
