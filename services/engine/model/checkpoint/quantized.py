@@ -235,8 +235,8 @@ class QuantizedWeight:
     """Numbers to add to scaled codes; None = -scales * 2 ** (bits - 1), or 0 with `values`"""
     order: Tensor | None = None
     """int64 [inputs]: input i is column order[i] of `codes`; None = in order"""
-    values: tuple[int, ...] = ()
-    """16 numbers from -127 to 127 that codes of 4 bits stand for; empty = the codes themselves"""
+    values: tuple[float, ...] = ()
+    """16 numbers that codes of 4 bits stand for; empty = the codes themselves"""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -259,7 +259,7 @@ class QuantizedWeight:
         scales = self.scales.float()
         codes = self.codes if isinstance(self.codes, Tensor) else self.codes.decode()
         if self.values:
-            codes = torch.tensor(self.values, dtype=torch.int8)[codes.int()]
+            codes = torch.tensor(self.values, dtype=torch.float32)[codes.int()]
         numbers = codes.float().view(*scales.shape, -1)
         if self.offsets is None:  # rounded once, as in ggml
             zero = 0 if self.values else 2 ** (self.bits - 1)

@@ -241,12 +241,15 @@ class _BitsAndBytes(Scheme):
             table = parts[f"{weight.name}.nested_quant_map"]
             scale = nested.repeat_interleave(state.positive("nested_blocksize"))[: len(absmax)]
             absmax = table[absmax.long()] * scale + state.number("nested_offset")
-        codes = torch.stack((stored[:, 0] >> 4, stored[:, 0] & 15), dim=1)
-        values = parts[f"{weight.name}.quant_map"][codes.long()]
-        blocks = values.view(-1, state.positive("blocksize"))
-        if len(blocks) != len(absmax):
+        codes = torch.stack((stored[:, 0] >> 4, stored[:, 0] & 15), dim=1).flatten()
+        values, block = parts[f"{weight.name}.quant_map"].float(), state.positive("blocksize")
+        if len(codes) != len(absmax) * block:
             raise CheckpointError(f"{weight.name}: its blocks and their scales differ in number.")
-        return (blocks * absmax[:, None]).view(weight.shape)
+        outputs, inputs = weight.shape
+        if inputs % block:  # some blocks have weights of two outputs
+            return (values[codes.long()].view(-1, block) * absmax[:, None]).view(weight.shape)
+        numbers = GroupNumbers(absmax.view(outputs, -1).float())
+        return QuantizedWeight(codes.view(weight.shape), 4, numbers, values=tuple(values.tolist()))
 
 
 def _bits(config: Config, key: str) -> int:

@@ -48,7 +48,7 @@ class StoredGroups:
     @classmethod
     def of(cls, weight: QuantizedWeight) -> "StoredGroups":
         scales, offsets = weight.scales, weight.offsets
-        bits, group, values = weight.bits, weight.group, weight.values
+        bits, group, values = weight.bits, weight.group, tuple(map(int, weight.values))
         if weight.is_mapped:
             return cls(weight.codes, bits, group, Numbers.FLOATS, scales, offsets, values)
         if offsets is not None and bits == _BYTE:  # the kernel's codes have a sign
@@ -235,4 +235,5 @@ def _numbers_call(numbers: GroupNumbers) -> NumbersCall:
 def has_kernel(weight: QuantizedWeight) -> bool:
     """Return whether the kernels multiply by these groups."""
     fits = weight.group % _BLOCK == 0 or weight.group == _BLOCK // 2
-    return fits and weight.order is None and weight.shape[1] % _BLOCK == 0
+    has_integers = all(isinstance(value, int) for value in weight.values)
+    return fits and has_integers and weight.order is None and weight.shape[1] % _BLOCK == 0
