@@ -8,19 +8,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.engine.model.attention.multiprocessors import count_multiprocessors
 from services.engine.model.operators.packed_products import decoded_block, sum_tiles
 from services.engine.model.operators.packed_weights import TILE, PackedForm, PackedWeight
 
-__all__ = ["MOST_ROWS", "Tile", "arrivals_of", "decode", "multiply", "tiles_of"]
+__all__ = [
+    "MOST_PARTS",
+    "MOST_ROWS",
+    "PackedMatrix",
+    "Tile",
+    "count_parts",
+    "decode",
+    "multiply",
+    "tiles_of",
+]
 
 MOST_ROWS = 256
 """Most rows that are multiplied from codes; for more, decoding first takes less time"""
-_LEAST_TILES = 4
+MOST_PARTS = 16
+"""Most programs among which the inputs of an output are divided"""
+_LEAST_STEPS = 4
 """Fewest tiles of an output that a program multiplies, so that loading ahead pays off"""
 _PROGRAMS = 4
-"""Number of programs that a multiprocessor runs side by side"""
-_INTERPRETED_PROCESSORS = 4
-"""Number of multiprocessors that Triton's interpreter stands for"""
+"""Number of programs on a multiprocessor that keep its share of the memory busy"""
 _DECODED_OUTPUTS = 32
 """Outputs of a tile that a program of `decode` decodes"""
 
@@ -37,17 +47,17 @@ class Tile:
     """Depth of the pipeline that loads codes and rows"""
 
 
-_FEW_ROWS = (
+_TILES = (
     Tile(rows=8, outputs=64, warps=2, stages=4),
     Tile(rows=16, outputs=64, warps=2, stages=3),
+    Tile(rows=32, outputs=64, warps=2, stages=2),
 )
-_TILES = (*_FEW_ROWS, Tile(rows=32, outputs=64, warps=2, stages=2))
+"""Tiles within an L4's 99 KiB of shared memory"""
 _LARGE_TILES = (
-    *_FEW_ROWS,
     Tile(rows=32, outputs=128, warps=8, stages=2),
     Tile(rows=64, outputs=128, warps=8, stages=2),
 )
-"""Tiles for GPUs whose registers and tensor cores suit them"""
+"""Further tiles for GPUs with enough registers, and tensor cores that read operands from them"""
 _WITH_LARGE_TILES = ((8, 0), (9, 0))
 """Compute capabilities of these GPUs"""
 _VALUE_TILES = (
@@ -58,60 +68,80 @@ _VALUE_TILES = (
 """Tiles for codes whose numbers are looked up"""
 
 
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """The weight of a product and its bias."""
+
+    weight: PackedWeight
+    bias: Tensor | None
+    """[outputs]"""
+    arrivals: Tensor
+    """int32, numbers of programs of each tile whose sums are complete; zeros between launches"""
+
+    @staticmethod
+    def of(weight: PackedWeight, bias: Tensor | None) -> "PackedMatrix":
+        device = weight.codes.device
+        tiles = tiles_of(weight.form, device)
+        most = max(
+            -(-MOST_ROWS // tile.rows) * -(-weight.outputs // tile.outputs) for tile in tiles
+        )
+        return PackedMatrix(weight, bias, torch.zeros(most, dtype=torch.int32, device=device))
+
+
 def tiles_of(form: PackedForm, device: torch.device) -> Sequence[Tile]:
     """Return the tiles for weights of a form, in the order of their rows."""
     if form.values:
         return _VALUE_TILES
-    return _LARGE_TILES if _capability(device) in _WITH_LARGE_TILES else _TILES
+    # Triton's interpreter stands for an H100.
+    is_cuda = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if is_cuda else _WITH_LARGE_TILES[-1]
+    return (*_TILES, *_LARGE_TILES) if capability in _WITH_LARGE_TILES else _TILES
 
 
-def arrivals_of(weight: PackedWeight) -> int:
-    """Return the number of `arrivals` that products with a weight need."""
-    tiles = tiles_of(weight.form, weight.codes.device)
-    least = min(tile.outputs for tile in tiles)
-    return -(-MOST_ROWS // tiles[-1].rows) * -(-weight.outputs // least)
+def count_parts(weight: PackedWeight) -> int:
+    """Return the number of programs that divide the inputs of an output, so that the GPU is full.
+
+    It is a power of two, and the same for all numbers of rows: they sum in one order.
+    """
+    wanted = _PROGRAMS * count_multiprocessors(weight.codes.device)
+    programs, tiles = -(-weight.outputs // _TILES[0].outputs), weight.codes.shape[0]
+    parts = 1
+    while 2 * parts * programs <= wanted and tiles // (2 * parts) >= _LEAST_STEPS:
+        parts *= 2
+    return min(parts, MOST_PARTS)
 
 
 def multiply(
-    rows: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    arrivals: Tensor,
-    out: Tensor,
-    *,
-    adds: bool,
+    rows: Tensor, matrix: PackedMatrix, tile: Tile, parts: int, out: Tensor, *, adds: bool
 ) -> None:
     """Write rows @ weight.T + bias to `out` [n, outputs], or add it; n is at most `MOST_ROWS`.
 
-    How an output's inputs are divided for summing depends on the weight's shape alone. arrivals:
-    int32 zeros, as many as `arrivals_of` says, which are zeros again afterwards. The rows of `out`
-    may have gaps.
+    parts: number of programs that divide the inputs of an output. `out` may have gaps between rows.
     """
+    weight = matrix.weight
     count, inputs = rows.shape
     outputs, tiles = weight.outputs, weight.codes.shape[0]
-    every = tiles_of(weight.form, rows.device)
-    tile = next((tile for tile in every if tile.rows >= count), every[-1])
     row_tiles, output_tiles = triton.cdiv(count, tile.rows), triton.cdiv(outputs, tile.outputs)
-    parts, partials = _parts(outputs, tiles, rows.device), None
+    sums = None
     if parts > 1:
         size = parts * row_tiles * output_tiles * tile.rows * tile.outputs
-        partials = torch.empty(size, dtype=torch.float32, device=rows.device)
+        sums = torch.empty(size, dtype=torch.float32, device=rows.device)
     # Programs that read the same codes follow each other.
-    _multiply[(row_tiles, output_tiles, parts)](
+    _multiply_packed[(row_tiles, output_tiles, parts)](
         out,
         rows,
         weight.codes,
         weight.numbers,
         None if weight.values is None else weight.values.terms,
-        bias,
-        partials,
-        arrivals,
+        matrix.bias,
+        sums,
+        matrix.arrivals,
         count,
         inputs,
         outputs,
         out.stride(0),
         tiles,
-        parts,
+        triton.cdiv(tiles, parts),
         adds=adds,
         whole=inputs % TILE == 0,
         form=weight.form,
@@ -126,7 +156,7 @@ def decode(weight: PackedWeight, first: int, out: Tensor) -> None:
     """Write the weights of the outputs from `first` on to `out` [outputs, inputs], rounded."""
     outputs, inputs = out.shape
     tiles = weight.codes.shape[0]
-    _decode[(tiles, triton.cdiv(outputs, _DECODED_OUTPUTS))](
+    _decode_packed[(tiles, triton.cdiv(outputs, _DECODED_OUTPUTS))](
         out,
         weight.codes,
         weight.numbers,
@@ -141,56 +171,38 @@ def decode(weight: PackedWeight, first: int, out: Tensor) -> None:
     )
 
 
-def _parts(outputs: int, tiles: int, device: torch.device) -> int:
-    """Return the number of programs among which the inputs of an output are divided."""
-    wanted = _PROGRAMS * _processors(device)
-    programs = triton.cdiv(outputs, _FEW_ROWS[0].outputs)
-    parts = 1
-    while 2 * parts * programs <= wanted and tiles // (2 * parts) >= _LEAST_TILES:
-        parts *= 2
-    return parts
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability; Triton's interpreter stands for a Hopper."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["count", "tiles", "parts", "out_stride"]
+    do_not_specialize=["count", "out_stride", "tiles", "span"]
 )
-def _multiply(
+def _multiply_packed(
     out: tl.tensor,
     rows: tl.tensor,
     codes: tl.tensor,
     numbers: tl.tensor,
     values: tl.tensor,
     bias: tl.tensor,
-    partials: tl.tensor,
+    sums: tl.tensor,
     arrivals: tl.tensor,
     count: tl.tensor,
     inputs: tl.tensor,
     outputs: tl.tensor,
     out_stride: tl.tensor,
     tiles: tl.tensor,
-    parts: tl.tensor,
+    span: tl.tensor,
     adds: tl.constexpr,
     whole: tl.constexpr,
     form: tl.constexpr,
     terms: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Multiply some rows with a part of the inputs of some outputs; the last program adds parts."""
+    """Multiply a tile over `span` tiles of inputs. Grid: tiles of rows, tiles of outputs, parts.
+
+    Each program stores its sums; the last one to arrive adds them in the order of the inputs.
+    """
     row = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
     output = tl.program_id(1) * tile.outputs + tl.arange(0, tile.outputs)
     is_row, is_output = row < count, output < outputs
-    first = tl.program_id(2) * tl.cdiv(tiles, parts)
+    first = tl.program_id(2) * span
     product = sum_tiles(
         rows + row.to(tl.int64) * inputs,
         is_row,
@@ -199,7 +211,7 @@ def _multiply(
         values,
         tl.minimum(output, outputs - 1),
         first,
-        tl.minimum(first + tl.cdiv(tiles, parts), tiles),
+        tl.minimum(first + span, tiles),
         inputs,
         outputs,
         whole,
@@ -208,19 +220,24 @@ def _multiply(
         tile,
     )
     is_last = True
-    if partials is not None:
+    if sums is not None:
+        parts = tl.num_programs(2)
         number = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         size: tl.constexpr = tile.rows * tile.outputs
-        place = tl.arange(0, tile.outputs)[:, None] * tile.rows + tl.arange(0, tile.rows)[None, :]
-        own = partials + number * parts * size + place
-        tl.store(own + tl.program_id(2) * size, product)
-        tl.debug_barrier()  # all warps have stored their numbers
-        is_last = tl.atomic_add(arrivals + number, 1, sem="acq_rel") == parts - 1
+        cell = tl.arange(0, tile.outputs)[:, None] * tile.rows + tl.arange(0, tile.rows)[None, :]
+        cells = sums + number.to(tl.int64) * (parts * size) + cell
+        tl.store(cells + tl.program_id(2) * size, product)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        is_last = tl.atomic_add(arrivals + number, 1, sem="acq_rel", scope="gpu") == parts - 1
         if is_last:
-            tl.store(arrivals + number, 0)
             product = tl.zeros((tile.outputs, tile.rows), tl.float32)
-            for part in range(parts):
-                product += tl.load(own + part * size, cache_modifier=".cg")
+            for first_part in range(0, parts, 4):
+                for further in tl.static_range(4):  # four loads wait for memory together
+                    part = first_part + further
+                    place = cells + part * size
+                    addend = tl.load(place, mask=part < parts, other=0.0, cache_modifier=".cg")
+                    product += addend
+            tl.store(arrivals + number, 0)
     if is_last:
         if bias is not None:
             product += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
@@ -232,7 +249,7 @@ def _multiply(
 
 
 @triton.jit(do_not_specialize=["first"])  # type: ignore[untyped-decorator]
-def _decode(
+def _decode_packed(
     out: tl.tensor,
     codes: tl.tensor,
     numbers: tl.tensor,

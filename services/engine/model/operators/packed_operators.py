@@ -1,7 +1,7 @@
 """Operators of a GPU that multiply by a checkpoint's codes."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,37 +17,60 @@ from services.engine.model.operators.grouped_mixture import (
 from services.engine.model.operators.grouped_weights import GroupedWeights
 from services.engine.model.operators.interface import ExpertWeights, Gate, Mixture, Projection
 from services.engine.model.operators.packed_experts import PackedExperts
-from services.engine.model.operators.packed_kernels import (
-    MOST_ROWS,
-    arrivals_of,
-    decode,
-    multiply,
-)
+from services.engine.model.operators.packed_kernels import PackedMatrix
+from services.engine.model.operators.packed_plan import PackedPlan
 from services.engine.model.operators.packed_weights import (
+    PackedForm,
     PackedWeight,
     StoredCodes,
     alike_runs,
     in_one_form,
 )
-from services.engine.model.operators.torch_operators import (
-    add_product,
-    join_biases,
-    multiply_into,
-)
+from services.engine.model.operators.torch_operators import join_biases
 from services.engine.model.operators.triton_operators import TritonOperators
 
-__all__ = ["PackedOperators", "PackedProjection"]
+__all__ = ["PackedOperators", "PackedProjection", "PackedRun"]
 
 _LOG = logging.getLogger("engine")
-_DECODED_BYTES = 32 << 20
-"""Bytes of weights that are decoded at a time, so that a product finds them in the cache"""
+
+
+class PackedRun:
+    """Neighbouring outputs that have one form and read their inputs in one order."""
+
+    def __init__(self, matrix: PackedMatrix, plan: PackedPlan, order: Tensor | None) -> None:
+        """order: int64 [inputs], the input of each column of codes; None = in order."""
+        self.matrix = matrix
+        self._plan = plan
+        self._order = order
+
+    def multiply(self, rows: Tensor, out: Tensor, *, adds: bool) -> None:
+        """Write the product to `out` [n, outputs], or add it."""
+        ordered = rows if self._order is None else rows.index_select(1, self._order)
+        self._plan.product(len(rows)).multiply(ordered, self.matrix, out, adds=adds)
+
+
+class PackedProjection(Projection):
+    """A product with packed weights: a launch for each run of outputs that have one form."""
+
+    def __init__(self, runs: Sequence[tuple[slice, PackedRun]]) -> None:
+        """runs: each with its outputs."""
+        self.runs = runs
+        self.weight_bytes = sum(run.matrix.weight.nbytes for _, run in runs)
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        for outputs, run in self.runs:
+            run.multiply(rows, out[:, outputs], adds=False)
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        for outputs, run in self.runs:
+            run.multiply(rows, out[:, outputs], adds=True)
 
 
 class PackedOperators(TritonOperators):
     """TritonOperators that keep the codes of quantized weights in memory.
 
-    Products of up to `MOST_ROWS` rows decode them in registers, without rounding; those of more
-    rows decode them first, rounded to the model's dtype.
+    Products of few rows decode them in registers, without rounding; those of many rows decode them
+    first, rounded to the model's dtype.
     """
 
     keeps_groups = True
@@ -55,6 +78,8 @@ class PackedOperators(TritonOperators):
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
         self._announced: set[str] = set()
+        self._plans: dict[tuple[PackedForm, int, int], tuple[PackedPlan, list[PackedMatrix]]] = {}
+        """Ways to multiply, and weights, by form, outputs and inputs"""
 
     def grouped_projection(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None
@@ -65,7 +90,30 @@ class PackedOperators(TritonOperators):
             self._announce(weights[stored.index(None)])
             return super().grouped_projection(weights, bias)
         own_bias = None if bias is None else self._own(bias)
-        return PackedProjection(packed, own_bias, self._dtype, self._device)
+        return PackedProjection(list(self._runs(packed, own_bias)))
+
+    def choose_kernels(self) -> None:
+        for plan, matrices in self._plans.values():
+            plan.measure(matrices)
+
+    def _runs(
+        self, weights: Sequence[StoredCodes], bias: Tensor | None
+    ) -> Iterator[tuple[slice, PackedRun]]:
+        """Pack weights; yield the runs of outputs that have one form."""
+        first = 0
+        for stored in alike_runs(weights):
+            weight = PackedWeight.of(stored, self._dtype, self._device)
+            outputs = slice(first, first + weight.outputs)
+            matrix = PackedMatrix.of(weight, None if bias is None else bias[outputs])
+            key = weight.form, weight.outputs, weight.inputs
+            if key not in self._plans:
+                self._plans[key] = PackedPlan(matrix, self._dtype), []
+            plan, matrices = self._plans[key]
+            matrices.append(matrix)
+            order = stored[0].weight.order
+            own_order = None if order is None else order.argsort().to(self._device)
+            yield outputs, PackedRun(matrix, plan, own_order)
+            first = outputs.stop
 
     def grouped_gate(
         self,
@@ -136,73 +184,3 @@ class PackedOperators(TritonOperators):
         if form not in self._announced:
             self._announced.add(form)
             _LOG.warning("decoding weights of %s, which the GPU's kernels lack", form)
-
-
-class PackedProjection(Projection):
-    """A product with packed weights: a launch for each run of outputs that have one form."""
-
-    def __init__(
-        self,
-        weights: Sequence[StoredCodes],
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """dtype: that of activations. bias: on the device."""
-        self._runs: list[tuple[slice, _Run]] = []
-        first = 0
-        for stored in alike_runs(weights):
-            packed = PackedWeight.of(stored, dtype, device)
-            outputs = slice(first, first + packed.outputs)
-            order = stored[0].weight.order
-            own_bias = None if bias is None else bias[outputs]
-            own_order = None if order is None else order.argsort().to(device)
-            self._runs.append((outputs, _Run(packed, own_bias, own_order)))
-            first = outputs.stop
-        self.weight_bytes = sum(run.weight.nbytes for _, run in self._runs)
-
-    @property
-    def num_launches(self) -> int:
-        """Number of launches of a product with few rows, whose inputs are in order."""
-        return len(self._runs)
-
-    def into(self, rows: Tensor, out: Tensor) -> None:
-        for outputs, run in self._runs:
-            run.multiply(rows, out[:, outputs], adds=False)
-
-    def add_to(self, rows: Tensor, out: Tensor) -> None:
-        for outputs, run in self._runs:
-            run.multiply(rows, out[:, outputs], adds=True)
-
-
-class _Run:
-    """Neighbouring outputs that have one form and read their inputs in one order."""
-
-    def __init__(self, weight: PackedWeight, bias: Tensor | None, order: Tensor | None) -> None:
-        """order: int64 [inputs], the input of each column of codes; None = in order."""
-        self.weight = weight
-        self._bias = bias
-        self._order = order
-        count = arrivals_of(weight)
-        self._arrivals = torch.zeros(count, dtype=torch.int32, device=weight.codes.device)
-
-    def multiply(self, rows: Tensor, out: Tensor, *, adds: bool) -> None:
-        """Write the product to `out` [n, outputs], or add it."""
-        ordered = rows if self._order is None else rows.index_select(1, self._order)
-        if len(rows) <= MOST_ROWS:
-            multiply(ordered, self.weight, self._bias, self._arrivals, out, adds=adds)
-        else:
-            self._decode_and_multiply(ordered, out, adds=adds)
-
-    def _decode_and_multiply(self, rows: Tensor, out: Tensor, *, adds: bool) -> None:
-        """Do `multiply`, some outputs at a time."""
-        outputs, inputs = out.shape[1], rows.shape[1]
-        most = min(outputs, max(1, _DECODED_BYTES // (inputs * rows.itemsize)))
-        decoded = rows.new_empty((most, inputs))
-        for first in range(0, outputs, most):
-            part = slice(first, min(first + most, outputs))
-            weight = decoded[: part.stop - first]
-            decode(self.weight, first, weight)
-            bias = None if self._bias is None else self._bias[part]
-            compute = add_product if adds else multiply_into
-            compute(rows, weight.T, bias, out[:, part])

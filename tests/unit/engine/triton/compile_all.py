@@ -12,10 +12,18 @@ from tests.unit.engine.triton import (
     compile_experts,
     compile_fp8,
     compile_fused,
+    compile_packed,
     compile_sampling,
 )
 
-GROUPS = (compile_attention, compile_experts, compile_fp8, compile_fused, compile_sampling)
+GROUPS = (
+    compile_attention,
+    compile_experts,
+    compile_fp8,
+    compile_fused,
+    compile_packed,
+    compile_sampling,
+)
 
 
 def main() -> None:

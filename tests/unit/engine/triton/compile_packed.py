@@ -1,0 +1,115 @@
+"""The kernels of packed weights for GPUs that need not be there."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from services.engine.model.operators import packed_experts, packed_kernels
+from services.engine.model.operators.packed_kernels import Tile
+from services.engine.model.operators.packed_weights import PackedForm
+from tests.unit.engine.triton.gpus import SHARED_MEMORY, Compiled, compile_kernel
+
+__all__ = ["compile_all"]
+
+WITH_LARGE_TILES = (80, 90)
+TYPES = {
+    **dict.fromkeys(("out", "rows", "bias", "biases"), "*bf16"),
+    **dict.fromkeys(("codes", "numbers", "values", "arrivals"), "*i32"),
+    **dict.fromkeys(("order", "block_experts", "block_count"), "*i32"),
+    "sums": "*fp32",
+    **dict.fromkeys(("count", "inputs", "outputs", "out_stride", "tiles", "span"), "i32"),
+    **dict.fromkeys(("choices", "first", "stored_outputs", "code_stride", "number_stride"), "i32"),
+}
+ALIGNED = (
+    *("out", "rows", "bias", "biases", "codes", "numbers", "values", "arrivals", "sums"),
+    *("inputs", "outputs", "stored_outputs", "code_stride", "number_stride"),
+)
+GPTQ = PackedForm(4, 128, "float16", "zero")
+Q4_K = PackedForm(4, 32, "level", "level")
+Q6_K = PackedForm(6, 16, "level", None)
+Q8_0 = PackedForm(8, 32, "float16", None)
+NF4 = PackedForm(4, 64, "float32", None, tuple(number / 7 for number in range(-8, 8)))
+TERMS = {NF4: 2}
+GATE = {"per_row": 4, "nonlinearity": "silu", "alpha": 1.0, "limit": 0.0}
+DOWN = GATE | {"per_row": 1, "nonlinearity": None}
+
+
+def compile_all(capability: int) -> Iterator[Compiled]:
+    """Yield the products of several forms, their decoding, and those of experts."""
+    few, *_, most = packed_kernels._TILES
+    tiles = list(packed_kernels._TILES)
+    if capability in WITH_LARGE_TILES:
+        tiles += packed_kernels._LARGE_TILES
+    for tile in tiles:
+        yield _product(GPTQ, tile, capability)
+    for form in (Q4_K, Q6_K, Q8_0):
+        for tile in (few, tiles[-1]):
+            yield _product(form, tile, capability)
+    for tile in packed_kernels._VALUE_TILES:
+        yield _product(NF4, tile, capability)
+    yield _product(Q4_K, most, capability, dtype="fp16", adds=True, whole=False)
+    for form in (GPTQ, Q4_K, Q6_K, NF4):
+        yield _decoding(form, capability)
+    for form, products in ((GPTQ, GATE), (Q4_K, GATE), (Q6_K, DOWN)):
+        yield _experts(form, products, tiles[-1], capability)
+
+
+def _product(
+    form: PackedForm,
+    tile: Tile,
+    capability: int,
+    *,
+    dtype: str = "bf16",
+    adds: bool = False,
+    whole: bool = True,
+) -> Compiled:
+    constants: dict[str, Any] = {"adds": adds, "whole": whole, "bias": None, "tile": tile}
+    return _compile(packed_kernels._multiply_packed, form, tile, capability, constants, dtype)
+
+
+def _experts(form: PackedForm, constants: dict[str, Any], tile: Tile, capability: int) -> Compiled:
+    whole = constants | {"whole": True, "tile": tile}
+    return _compile(packed_experts._multiply_experts, form, tile, capability, whole, "bf16")
+
+
+def _compile(
+    kernel: Any,
+    form: PackedForm,
+    tile: Tile,
+    capability: int,
+    constants: dict[str, Any],
+    dtype: str,
+) -> Compiled:
+    compiled = compile_kernel(
+        kernel,
+        capability,
+        TYPES | dict.fromkeys(("out", "rows"), f"*{dtype}"),
+        _of_form(form) | constants,
+        ALIGNED,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    compiled.check(pipelined=not form.values)
+    # Further tiles are for certain GPUs; these must fit the one with the least shared memory.
+    if tile in packed_kernels._TILES:
+        assert compiled.shared <= min(SHARED_MEMORY.values()), compiled
+    # B200's tensor cores read weights from a memory of their own, where decoded ones are not.
+    assert "mma.sync" in compiled.ptx or "wgmma" in compiled.ptx, compiled
+    if not form.values:
+        # Codes are subnormal numbers, which a product must not take for 0.
+        assert "fma.rn.bf16" in compiled.ptx or "fma.rn.f16" in compiled.ptx, compiled
+        assert "ftz.bf16" not in compiled.ptx, compiled
+        assert "ftz.f16" not in compiled.ptx, compiled
+    return compiled
+
+
+def _decoding(form: PackedForm, capability: int) -> Compiled:
+    constants = _of_form(form) | {"tile_outputs": packed_kernels._DECODED_OUTPUTS}
+    kernel = packed_kernels._decode_packed
+    compiled = compile_kernel(kernel, capability, TYPES, constants, ALIGNED)
+    compiled.check()
+    return compiled
+
+
+def _of_form(form: PackedForm) -> dict[str, Any]:
+    terms = TERMS.get(form, 0)
+    return {"form": form, "terms": terms} | ({} if terms else {"values": None})
