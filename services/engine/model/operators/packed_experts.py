@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.operators.expert_kernels import Blocks, activate
-from services.engine.model.operators.packed_kernels import tiles_of
+from services.engine.model.operators.packed_kernels import expert_tiles
 from services.engine.model.operators.packed_products import sum_tiles
 from services.engine.model.operators.packed_weights import TILE, PackedWeight, StoredCodes
 
@@ -51,7 +51,7 @@ class PackedExperts:
     @property
     def most_rows(self) -> int:
         """Most rows of a block that `multiply` accepts."""
-        return tiles_of(self.weight.form, self.weight.codes.device)[-1].rows
+        return expert_tiles(self.weight.form, self.weight.codes.device)[-1].rows
 
     def multiply(
         self,
@@ -63,8 +63,8 @@ class PackedExperts:
     ) -> None:
         """Write each choice's product with its expert to `out`, as `multiply_experts` does."""
         weight, outputs = self.weight, out.shape[1]
-        every = tiles_of(weight.form, rows.device)
-        tile = next(tile for tile in every if tile.rows >= blocks.tile.rows)
+        every = expert_tiles(weight.form, rows.device)
+        tile = next(tile for tile in every if tile.rows == blocks.tile.rows)
         inputs = rows.shape[1]
         _multiply_experts[(blocks.limit, triton.cdiv(outputs, tile.outputs))](
             out,

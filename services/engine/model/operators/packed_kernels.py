@@ -19,6 +19,7 @@ __all__ = [
     "Tile",
     "count_parts",
     "decode",
+    "expert_tiles",
     "multiply",
     "tiles_of",
 ]
@@ -58,14 +59,20 @@ _LARGE_TILES = (
     Tile(rows=64, outputs=128, warps=8, stages=2),
 )
 """Further tiles for GPUs with enough registers, and tensor cores that read operands from them"""
-_WITH_LARGE_TILES = ((8, 0), (9, 0))
+_HOPPER = (9, 0)
+_WITH_LARGE_TILES = ((8, 0), _HOPPER)
 """Compute capabilities of these GPUs"""
 _VALUE_TILES = (
     Tile(rows=8, outputs=32, warps=2, stages=1),
     Tile(rows=16, outputs=32, warps=2, stages=1),
-    Tile(rows=32, outputs=64, warps=4, stages=1),
+    Tile(rows=32, outputs=32, warps=2, stages=1),
 )
 """Tiles for codes whose numbers are looked up"""
+_EXPERT_TILES = (
+    Tile(rows=16, outputs=64, warps=2, stages=3),
+    Tile(rows=32, outputs=32, warps=2, stages=2),
+)
+"""Tiles for experts, whose programs hold the sums of two products"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +99,20 @@ def tiles_of(form: PackedForm, device: torch.device) -> Sequence[Tile]:
     """Return the tiles for weights of a form, in the order of their rows."""
     if form.values:
         return _VALUE_TILES
-    # Triton's interpreter stands for an H100.
-    is_cuda = device.type == "cuda"
-    capability = torch.cuda.get_device_capability(device) if is_cuda else _WITH_LARGE_TILES[-1]
-    return (*_TILES, *_LARGE_TILES) if capability in _WITH_LARGE_TILES else _TILES
+    return (*_TILES, *_LARGE_TILES) if _capability(device) in _WITH_LARGE_TILES else _TILES
+
+
+def expert_tiles(form: PackedForm, device: torch.device) -> Sequence[Tile]:
+    """Return the tiles for experts of a form, in the order of their rows."""
+    if form.values:
+        return _VALUE_TILES[1:]
+    is_hopper = _capability(device) == _HOPPER
+    return (*_EXPERT_TILES, _LARGE_TILES[-1]) if is_hopper else _EXPERT_TILES
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's compute capability; Triton's interpreter stands for an H100."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _HOPPER
 
 
 def count_parts(weight: PackedWeight) -> int:

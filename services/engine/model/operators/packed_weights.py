@@ -392,8 +392,8 @@ def _words(kind: Kind, count: int) -> int:
 def _in_words(numbers: Tensor, rows: int, groups: int) -> Tensor:
     """Return int32 [outputs, rows, words] with `groups` numbers each, of [outputs, numbers]."""
     outputs, count = numbers.shape
-    whole = pad(numbers, (0, rows * groups - count)).view(outputs, rows, groups)
-    stored = whole.contiguous().view(torch.uint8)
+    whole = pad(numbers, (0, rows * groups - count)).flatten()
+    stored = whole.view(torch.uint8).view(outputs, rows, -1)
     return pad(stored, (0, -stored.shape[2] % _WORD)).view(torch.int32)
 
 

@@ -11,6 +11,7 @@ from tests.unit.engine.triton.gpus import SHARED_MEMORY, Compiled, compile_kerne
 __all__ = ["compile_all"]
 
 WITH_LARGE_TILES = (80, 90)
+HOPPER = 90
 TYPES = {
     **dict.fromkeys(("out", "rows", "bias", "biases"), "*bf16"),
     **dict.fromkeys(("codes", "numbers", "values", "arrivals"), "*i32"),
@@ -49,8 +50,14 @@ def compile_all(capability: int) -> Iterator[Compiled]:
     yield _product(Q4_K, most, capability, dtype="fp16", adds=True, whole=False)
     for form in (GPTQ, Q4_K, Q6_K, NF4):
         yield _decoding(form, capability)
-    for form, products in ((GPTQ, GATE), (Q4_K, GATE), (Q6_K, DOWN)):
-        yield _experts(form, products, tiles[-1], capability)
+    of_experts = list(packed_kernels._EXPERT_TILES)
+    if capability == HOPPER:
+        of_experts.append(packed_kernels._LARGE_TILES[-1])
+    for tile in of_experts:
+        yield _experts(Q4_K, GATE, tile, capability)
+    for form, products in ((GPTQ, GATE), (Q6_K, DOWN)):
+        yield _experts(form, products, of_experts[-1], capability)
+    yield _experts(NF4, GATE, packed_kernels._VALUE_TILES[-1], capability)
 
 
 def _product(
