@@ -31,6 +31,7 @@ from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.loader import resolve_dtype
 from services.engine.model.model import Model
+from services.engine.model.operators.torch_operators import runs_tensor_kernels
 from services.engine.model.pooler import Pooler, load_pooler
 from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank
@@ -88,7 +89,8 @@ def load(settings: EngineSettings) -> LoadedModel:
     dtype = resolve_dtype(settings.dtype, device)
     if device.type == "cuda":  # the memory of a CPU is checked before torch is loaded
         free = available_memory(device) * rank.count
-        weights = stored_weights(settings.model)
+        packs = runs_tensor_kernels(dtype, device)
+        weights = stored_weights(settings.model).on_gpu(packs=packs)
         require_room(weights, settings.weights, free, dtype.itemsize, ("fp8",))
     packed = _packed_file(settings, dtype, device, rank)
     decoder = load_any_model(

@@ -14,6 +14,7 @@ from services.common.host_memory import in_units
 from services.common.settings import StartupError
 from services.engine import start_check
 from services.engine.model.checkpoint.config import Config
+from services.engine.model.checkpoint.stored_weights import StoredWeights
 from services.engine.settings import EngineSettings
 from services.engine.start_check import check_room, check_start, require_room, stored_weights
 from tests.text_models import make_jina_v3, make_jina_v5, make_jina_v5_nano
@@ -68,6 +69,20 @@ def test_weights_that_stay_as_they_are_need_the_memory_of_their_file(tmp_path: P
 
 
 @pytest.mark.parametrize("make", [make_jina_v3, make_jina_v5, make_jina_v5_nano])
+def test_gpu_holds_codes_as_small_as_the_file_and_the_table_of_tokens(tmp_path: Path) -> None:
+    """70 billion weights in 4 bits fit one card; decoded at loading they would not."""
+    rows = {"lm_head.weight": torch.zeros(8, 4, dtype=torch.bfloat16)}
+    rows["model.embed_tokens.weight"] = torch.zeros(8, 4, dtype=torch.bfloat16)
+    save_file(
+        rows | {"layer.qweight": torch.zeros(100, dtype=torch.int32)}, tmp_path / "a.safetensors"
+    )
+    weights = StoredWeights.of_directory(tmp_path)
+    assert weights.on_gpu(packs=True).num_bytes("full", 2) == 400 + 2 * 32 * 2
+    assert weights.on_gpu(packs=False).num_bytes("full", 2) == 2 * 400 + 2 * 32 * 2
+    with pytest.raises(StartupError, match=r"serve a smaller model\.$"):
+        require_room(weights.on_gpu(packs=False), "full", 600, 2, ("fp8",))
+
+
 def test_adapters_of_tasks_count_in_the_memory_of_the_weights(
     make: Callable[[Path], Any], tmp_path: Path
 ) -> None:

@@ -69,6 +69,8 @@ class StoredWeights:
     does not round them again"""
     adapters: int = 0
     """Count of numbers in the adapters of tasks, which have --dtype whatever the weights have"""
+    table: int = 0
+    """Count of numbers in the table of the tokens"""
 
     @staticmethod
     def of_gguf(file: GgufFile) -> "StoredWeights":
@@ -101,6 +103,18 @@ class StoredWeights:
         dtype = config.values.get("dtype") or config.values.get("torch_dtype")
         return StoredWeights(num_bytes // _NUMBER_BYTES.get(str(dtype), 4), 0, 0, num_bytes)
 
+    def on_gpu(self, *, packs: bool) -> "StoredWeights":
+        """Return the sizes in a GPU's memory, which holds the table of the tokens in --dtype, too.
+
+        packs: True if codes stay as small as in the files; False: they are decoded to --dtype.
+        """
+        held = replace(self, adapters=self.adapters + self.table)
+        if packs or not self.coded:
+            return held
+        return replace(
+            held, floats=self.floats + self.coded, coded=0, coded_bytes=0, is_rounded=True
+        )
+
     def num_bytes(self, weights: str, number_bytes: float | None) -> int:
         """Return the least bytes that the weights take in memory.
 
@@ -130,6 +144,7 @@ def count_parameters(model: Path) -> int | None:
 def _total(tensors: list[_Tensor]) -> StoredWeights:
     adapters = sum(tensor.numbers for tensor in tensors if tensor.name.endswith(_ADAPTERS))
     tensors = [tensor for tensor in tensors if not tensor.name.endswith(_ADAPTERS)]
+    table = sum(tensor.numbers for tensor in tensors if _is_named(tensor, _EMBEDDINGS))
     if any(_is_named(tensor, _HEADS) for tensor in tensors):
         tensors = [tensor for tensor in tensors if not _is_named(tensor, _EMBEDDINGS)]
     coded = [tensor for tensor in tensors if not tensor.float_bytes]
@@ -140,6 +155,7 @@ def _total(tensors: list[_Tensor]) -> StoredWeights:
         sum(tensor.numbers * tensor.float_bytes for tensor in tensors),
         sum(tensor.num_bytes for tensor in coded if tensor.is_mappable),
         adapters=adapters,
+        table=table,
     )
 
 
