@@ -68,7 +68,6 @@ def test_weights_that_stay_as_they_are_need_the_memory_of_their_file(tmp_path: P
     assert weights.num_bytes("full", FLOAT32) == weights.num_bytes("decoded", None) == 35 * 4
 
 
-@pytest.mark.parametrize("make", [make_jina_v3, make_jina_v5, make_jina_v5_nano])
 def test_gpu_holds_codes_as_small_as_the_file_and_the_table_of_tokens(tmp_path: Path) -> None:
     """70 billion weights in 4 bits fit one card; decoded at loading they would not."""
     rows = {"lm_head.weight": torch.zeros(8, 4, dtype=torch.bfloat16)}
@@ -83,6 +82,7 @@ def test_gpu_holds_codes_as_small_as_the_file_and_the_table_of_tokens(tmp_path: 
         require_room(weights.on_gpu(packs=False), "full", 600, 2, ("fp8",))
 
 
+@pytest.mark.parametrize("make", [make_jina_v3, make_jina_v5, make_jina_v5_nano])
 def test_adapters_of_tasks_count_in_the_memory_of_the_weights(
     make: Callable[[Path], Any], tmp_path: Path
 ) -> None:

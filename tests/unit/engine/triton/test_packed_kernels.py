@@ -270,8 +270,8 @@ def test_siblings_of_almost_one_form_share_a_launch() -> None:
         return found
 
     with_zeros, without = stored(gptq(4, 128)), stored(symmetric(4, 128))
-    odd = symmetric(4, 128)
-    odd = stored(QuantizedWeight(odd.codes, 4, GroupNumbers(odd.scales.float() / 3)))
+    exact = symmetric(4, 128)
+    odd = stored(QuantizedWeight(exact.codes, 4, GroupNumbers(exact.scales.float() / 3)))
     runs = list(alike_runs([with_zeros, without, odd, stored(of_gguf(K.Q6_K))]))
     assert [len(run) for run in runs] == [3, 1]
     assert {run.form for run in runs[0]} == {PackedForm(4, 128, "float32", "zero")}
