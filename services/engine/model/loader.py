@@ -389,8 +389,10 @@ def choose_operators(
         from services.engine.model.operators.packed_operators import PackedOperators
         from services.engine.model.operators.triton_operators import TritonOperators
 
-        packs = weights == "full" and runs_tensor_kernels(dtype, device)
-        return PackedOperators(dtype, device) if packs else TritonOperators(dtype, device)
+        if weights != "full" or not runs_tensor_kernels(dtype, device):
+            return TritonOperators(dtype, device)
+        rounds_rows = spec.scheme is not None and spec.scheme.rounds_rows
+        return PackedOperators(dtype, device, rounds_rows=rounds_rows)
     if native is None or not groups:
         return TorchOperators(dtype, device)
     if tiles and weights == "full" and spec.scheme and spec.scheme.rounds_rows:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight
+from services.engine.model.operators.byte_products import ByteProjection, has_bytes
 from services.engine.model.operators.grouped_mixture import (
     GroupedMixture,
     MixtureShape,
@@ -75,8 +76,12 @@ class PackedOperators(TritonOperators):
 
     keeps_groups = True
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, *, rounds_rows: bool = False
+    ) -> None:
+        """rounds_rows: products with weights in int8 round their rows to int8, too."""
         super().__init__(dtype, device)
+        self._rounds_rows = rounds_rows
         self._announced: set[str] = set()
         self._plans: dict[tuple[PackedForm, int, int], tuple[PackedPlan, list[PackedMatrix]]] = {}
         """Ways to multiply, and weights, by form, outputs and inputs"""
@@ -84,6 +89,9 @@ class PackedOperators(TritonOperators):
     def grouped_projection(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None
     ) -> Projection:
+        if self._rounds_rows and all(map(has_bytes, weights)):
+            own_bias = None if bias is None else self._own(bias)
+            return ByteProjection(weights, own_bias, self._device)
         stored = [StoredCodes.of(weight, self._device) for weight in weights]
         packed = [each for each in stored if each is not None]
         if len(packed) < len(weights):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from services.engine.model.operators import packed_experts, packed_kernels
+from services.engine.model.operators import byte_products, packed_experts, packed_kernels
 from services.engine.model.operators.packed_kernels import Tile
 from services.engine.model.operators.packed_weights import PackedForm
 from tests.unit.engine.triton.gpus import SHARED_MEMORY, Compiled, compile_kernel
@@ -58,6 +58,7 @@ def compile_all(capability: int) -> Iterator[Compiled]:
     for form, products in ((GPTQ, GATE), (Q6_K, DOWN)):
         yield _experts(form, products, of_experts[-1], capability)
     yield _experts(NF4, GATE, packed_kernels._VALUE_TILES[-1], capability)
+    yield from _bytes(capability)
 
 
 def _product(
@@ -115,6 +116,34 @@ def _decoding(form: PackedForm, capability: int) -> Compiled:
     compiled = compile_kernel(kernel, capability, TYPES, constants, ALIGNED)
     compiled.check()
     return compiled
+
+
+def _bytes(capability: int) -> Iterator[Compiled]:
+    """Yield the kernels of products in int8."""
+    types = TYPES | {"numbers": "*i8", "width": "i32", "row_scales": "*fp32", "scales": "*fp32"}
+    kernel = byte_products._round_to_bytes
+    rounding = compile_kernel(kernel, capability, types, {"tile": 1024}, (*ALIGNED, "width"))
+    rounding.check()
+    yield rounding
+    types |= {"rows": "*i8", "sums": "*i32"}
+    for tile in byte_products.TILES:
+        constants = {"adds": True, "whole": True, "bias": None}
+        constants |= {"tile_rows": tile.rows, "tile_outputs": tile.outputs, "tile_inputs": 128}
+        if tile.rows > byte_products._MOST_DIVIDED:
+            constants["sums"] = None
+        compiled = compile_kernel(
+            byte_products._multiply_bytes,
+            capability,
+            types,
+            constants,
+            (*ALIGNED, "span"),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        compiled.check(pipelined=True)
+        assert compiled.shared <= min(SHARED_MEMORY.values()), compiled
+        assert "s8" in compiled.ptx, compiled
+        yield compiled
 
 
 def _of_form(form: PackedForm) -> dict[str, Any]:
