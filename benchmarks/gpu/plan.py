@@ -61,6 +61,18 @@ PARTS: Sequence[Part] = (
         "Which product of FP8 weights is the fastest at 1 to 1,024 rows?",
     ),
     Part(
+        "packed products",
+        f"{_HERE}.packed:compare_packed",
+        60,
+        "From how many rows on is it faster to decode 4-bit weights first?",
+    ),
+    Part(
+        "packed",
+        f"{_HERE}.packed:check_packed",
+        45,
+        "Are products with packed weights of every format those of the decoded weights?",
+    ),
+    Part(
         "prompt attention",
         f"{_HERE}.prompt_attention:compare_prompt_attention",
         25,
@@ -91,6 +103,12 @@ PARTS: Sequence[Part] = (
         75,
         "How fast are 1 to 1,024 streams of an 8B model in bfloat16?",
         {"model": "8b", "weights": "full"},
+    ),
+    Part(
+        "streams 8b gptq",
+        f"{_HERE}.packed:measure_packed_streams",
+        75,
+        "How fast are streams of an 8B model in 4 bits beside bfloat16?",
     ),
     Part(
         "delivery 8b",

@@ -100,7 +100,7 @@ class PackedPlan:
             out = torch.empty(count, weight.outputs, device=device, dtype=self._dtype)
             candidates = {
                 product: [partial(_launch, product, rows, matrix, out) for matrix in some]
-                for product in self._candidates(count)
+                for product in self.candidates(count)
             }
             what = f"product of {count} rows, {weight.outputs} outputs and {weight.inputs} inputs"
             chosen = fastest(candidates, self._usual(count), f"{what} in {weight.form}")
@@ -116,7 +116,7 @@ class PackedPlan:
         rows = min((tile.rows for tile in fits), default=most)
         return _OfCodes([tile for tile in self._tiles if tile.rows == rows][-1], self._parts)
 
-    def _candidates(self, count: int) -> list[Product]:
+    def candidates(self, count: int) -> list[Product]:
         """Return the ways to measure, first the one whose output the others must have."""
         rows = sorted({tile.rows for tile in self._tiles})
         fits = [each for each in rows if each >= count][:1] or rows[-2:]

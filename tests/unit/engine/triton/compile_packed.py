@@ -127,7 +127,7 @@ def _bytes(capability: int) -> Iterator[Compiled]:
     yield rounding
     types |= {"rows": "*i8", "sums": "*i32"}
     for tile in byte_products.TILES:
-        constants = {"adds": True, "whole": True, "bias": None}
+        constants: dict[str, Any] = {"adds": True, "whole": True, "bias": None}
         constants |= {"tile_rows": tile.rows, "tile_outputs": tile.outputs, "tile_inputs": 128}
         if tile.rows > byte_products._MOST_DIVIDED:
             constants["sums"] = None

@@ -34,7 +34,7 @@ def expected(rows: Tensor, *weights: QuantizedWeight) -> Tensor:
     largest = exact.abs().amax(1, keepdim=True)
     inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
     numbers = (exact * inverse).round()
-    codes = torch.cat([each.codes.int() - 128 for each in weights])
+    codes = torch.cat([each.decode() / each.scales.float() for each in weights]).round()
     scales = torch.cat([each.scales.float() for each in weights])
     sums = (numbers.double() @ codes.double().T).float()
     return sums * (largest / 127) * scales.T
