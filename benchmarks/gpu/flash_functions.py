@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.engine.model.attention.paged_backend import flash_attention
+from services.engine.model.attention.flash import flash_attention
 from services.engine.model.attention.paged_kernels import PagedRows, PagedShape, attend_pages
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]

@@ -75,7 +75,7 @@ PARTS: Sequence[Part] = (
     Part(
         "prompt attention",
         f"{_HERE}.prompt_attention:compare_prompt_attention",
-        25,
+        90,
         "How far is the attention of prompts behind prefixes from the card's ceiling?",
     ),
     Part(
@@ -133,8 +133,8 @@ PARTS: Sequence[Part] = (
     Part(
         "long prompts",
         f"{_HERE}.long_prompts:measure_long_prompts",
-        45,
-        "How long do prompts of up to 64,000 tokens take, and what does a long neighbour cost?",
+        60,
+        "How long do prompts of up to 128,000 tokens take, and what does a long neighbour cost?",
     ),
     Part(
         "qwen3 moe",

@@ -13,7 +13,7 @@ def measure_long_prompts(context: Context, model: str = "8b") -> Rows:
     length = context.size(131072, 1024)
     path = llama(context, model, max_position_embeddings=length)
     with start(context, path) as engine:
-        for tokens in context.size((512, 2048, 8000, 32000, 64000), (200,)):
+        for tokens in context.size((512, 2048, 8000, 32000, 64000, 128000), (200,)):
             yield first_token(engine, tokens)
         streams, prompt, output = context.size((255, 256, 64), (3, 16, 8))
         long = context.size(20000, 200)

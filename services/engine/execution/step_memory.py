@@ -20,6 +20,9 @@ __all__ = ["largest_step", "measure_steps", "total_of_graphs", "usable_kernels"]
 
 _DRAW_COPIES = 4
 """Copies of the logits that a draw with top-p makes: candidates, weights and their sums"""
+_PREFIX = 1 << 17
+"""Most tokens before the prompts of the largest step: attention gathers them piece by piece, and
+more pieces take no more memory"""
 _LEAST_GRAPH = 1 << 20
 """Fewest bytes that the driver keeps for a graph"""
 
@@ -46,7 +49,7 @@ def measure_steps(decoder: Model, tokens: int, rows: int, capacity: StepCapacity
     StartupError if the GPU can't run a step.
     """
     with usable_kernels():
-        decoder.choose_kernels()
+        decoder.choose_kernels(tokens)
         slots = rows + -(-tokens // decoder.spec.context_length) if decoder.state_bytes else 0
         cache = decoder.allocate_cache(-(-tokens // decoder.block_size) + 2, num_states=slots)
         largest = _measure_largest(decoder, cache, tokens, rows)
@@ -71,15 +74,19 @@ def usable_kernels() -> Iterator[None]:
         raise StartupError(f"The GPU can't run the model's kernels: {why}") from error
 
 
-def largest_step(decoder: Model, cache: KVCache, tokens: int, rows: int) -> StepBatch:
+def largest_step(
+    decoder: Model, cache: KVCache, tokens: int, rows: int, prefix: int = 0
+) -> StepBatch:
     """Return a batch of `rows` decodes behind full contexts, and prompts of `tokens` tokens.
 
-    Its block tables are as wide as a full context, and name blocks of `cache` in turn.
+    Its block tables are as wide as a full context, and name blocks of `cache` in turn. prefix: most
+    cached tokens before each prompt.
     """
     context, size = decoder.spec.context_length, decoder.block_size
     chunks = [min(context, tokens - start) for start in range(0, tokens, context)]
     queries = (*(1 for _ in range(rows)), *chunks)
-    contexts = (*(context for _ in range(rows)), *chunks)
+    behind = [min(prefix, context - chunk) + chunk for chunk in chunks]
+    contexts = (*(context for _ in range(rows)), *behind)
     total, width = sum(queries), table_width(-(-context // size))
     device = decoder.device
     slots = torch.arange(total, device=device) % (cache.num_blocks * size)
@@ -112,7 +119,9 @@ def _measure_largest(decoder: Model, cache: KVCache, tokens: int, rows: int) -> 
     before = torch.cuda.memory_allocated()
     free_before = _release()
     torch.cuda.reset_peak_memory_stats()
-    hidden = decoder.compute(largest_step(decoder, cache, tokens, rows), cache)
+    room = 0 if decoder.computes_whole_prompts else max(0, decoder.spec.context_length - tokens)
+    for prefix in dict.fromkeys((min(room, _PREFIX), 0)):
+        hidden = decoder.compute(largest_step(decoder, cache, tokens, rows, prefix), cache)
     copies = 0
     if decoder.computes_logits:
         logits = decoder.compute_logits(hidden[: max_logit_rows(rows)])

@@ -180,8 +180,9 @@ class LayerStack(Model):
     def buffers(self) -> object:
         return self._activations
 
-    def choose_kernels(self) -> None:
+    def choose_kernels(self, tokens: int) -> None:
         self._operators.choose_kernels()
+        self._attention.choose_kernels(tokens)
 
     def reserve(self, tokens: int, rows: int) -> None:
         if tokens > len(self._activations.hidden):

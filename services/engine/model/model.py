@@ -114,10 +114,11 @@ class Model(ABC):
         """Bytes of one slot of all recurrent layers' states; 0 = there are none."""
         return 0
 
-    def choose_kernels(self) -> None:  # noqa: B027
+    def choose_kernels(self, tokens: int) -> None:  # noqa: B027
         """Measure kernels that compute the same on a GPU, and use the fastest from here on.
 
-        It must be called before a CUDA graph is captured.
+        tokens: number of the most prompt tokens of a step. It must be called before a CUDA graph is
+        captured.
         """
 
     @abstractmethod

@@ -161,6 +161,12 @@ class AttentionBackend(ABC):
         for, by number; None = the model's.
         """
 
+    def choose_kernels(self, tokens: int) -> None:  # noqa: B027
+        """Measure kernels that compute the same on a GPU, and use the fastest from here on.
+
+        tokens: number of the most prompt tokens of a step.
+        """
+
     @abstractmethod
     def attend(self, layer: int, step: AttentionStep) -> None:
         """Write the step's keys and values to their cache slots, unless `step.is_written`.

@@ -3,8 +3,10 @@
 Tests on a CPU compare the kernels with TorchAttention under Triton's interpreter, and compile them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +15,26 @@ from services.engine.batch.step_batch import SharedPrefixes, StepBatch
 from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.cache_kernel import write_tokens
+from services.engine.model.attention.flash import (
+    attend_part,
+    flash_attention,
+    use_newest_flash,
+)
 from services.engine.model.attention.interface import AttentionStep, KVCache
+from services.engine.model.attention.long_prompts import (
+    LongPrompts,
+    PromptKernels,
+    Way,
+    is_long,
+    takes_flash,
+)
 from services.engine.model.attention.paged_kernels import (
     PagedRows,
     PagedShape,
     attend_pages,
     attend_shared,
 )
+from services.engine.model.attention.prompt_chunk import PromptChunk
 from services.engine.model.attention.torch_backend import TorchAttention
 
 __all__ = ["PagedAttention", "StepMetadata", "tokens_of"]
@@ -27,7 +42,8 @@ __all__ = ["PagedAttention", "StepMetadata", "tokens_of"]
 _PAGE = 64
 """Divisor of page sizes, in tokens: kernels read as many keys at a time"""
 _MAX_HEAD_DIM = 512
-_MAX_FLASH_HEAD_DIM = 256
+_WITH_DESCRIPTORS = (9, 0)
+"""Least compute capability with a tensor memory accelerator"""
 _BATCHES = 8
 """Number of batches whose metadata is kept: one step's, one for each cache group"""
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -37,8 +53,9 @@ class PagedAttention(TorchAttention):
     """Backend that reads keys and values from pages, for decodes and chunks after a cached prefix.
 
     Prompts without a cached prefix use torch's flash attention in layers with plain attention,
-    values as wide as keys, and head dimensions up to 256. Our Triton kernel does the rest.
-    TorchAttention serves float32 and head dimensions above 512.
+    values as wide as keys, and head dimensions up to 256. Long chunks of prompts use the way that
+    `choose_kernels` has found the fastest. Our Triton kernel does the rest. TorchAttention serves
+    float32 and head dimensions above 512.
 
     Strides put a block's tokens outermost, unlike TorchAttention's, so that the cache is one run of
     pages × page size tokens.
@@ -54,18 +71,26 @@ class PagedAttention(TorchAttention):
         device: torch.device,
     ) -> None:
         super().__init__(spec, dtype, device)
+        self._dtype = dtype
         self._is_supported = self.is_capturable = (
             dtype in _DTYPES and spec.widest_head <= _MAX_HEAD_DIM
         )
         self._flash_layers = {
             index
             for index, layer in spec.attention_layers.items()
-            if layer.is_plain
-            and layer.value_dim == layer.head_dim
-            and layer.head_dim % 8 == 0
-            and layer.head_dim <= _MAX_FLASH_HEAD_DIM
+            if layer.is_plain and takes_flash(layer)
         }
         self._has_flash = torch.backends.cuda.is_flash_attention_available()
+        is_cuda = device.type == "cuda"
+        if is_cuda and self._is_supported and self._flash_layers:
+            use_newest_flash(device, self._try_flash)
+        capability = torch.cuda.get_device_capability(device) if is_cuda else _WITH_DESCRIPTORS
+        self._long_prompts = LongPrompts(
+            spec.attention_layers,
+            PromptKernels(
+                _PAGE, dtype, self.kv_dtype, self._has_flash, capability >= _WITH_DESCRIPTORS
+            ),
+        )
         self.reads_shared_once = self._is_supported
         self._metadata: dict[int, StepMetadata] = {}
         """Metadata of the newest batches, by the batch's id()"""
@@ -101,23 +126,73 @@ class PagedAttention(TorchAttention):
         if not self._is_supported:
             super()._prefill(layer, step)
             return
-        metadata, first = self._metadata_of(step.batch), step.batch.num_decodes
-        if not metadata.has_chunks:
+        spans = self._metadata_of(step.batch).spans
+        begin = 0
+        for number, way in self._ways(layer, step.batch):
+            self._attend_chunks(layer, step, begin, number)
+            way.attend(self._chunk(layer, step, spans[number]))
+            begin = number + 1
+        self._attend_chunks(layer, step, begin, len(spans))
+
+    def choose_kernels(self, tokens: int) -> None:
+        if self._is_supported:
+            self._long_prompts.measure(tokens, self._spec.context_length, self._device)
+
+    def _try_flash(self) -> None:
+        """Call flash attention as each layer does; its errors are those of the operator."""
+        starts = torch.tensor([0, _PAGE], dtype=torch.int32, device=self._device)
+        for layer in {self._spec.attention(index) for index in self._flash_layers}:
+            queries, keys, values = (
+                torch.zeros(_PAGE, heads, layer.head_dim, dtype=self._dtype, device=self._device)
+                for heads in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+            )
+            flash_attention(queries, keys, values, starts, _PAGE, layer.scale, layer.window)
+            attend_part(queries, keys, values, layer.scale, is_causal=False)
+
+    def _ways(self, layer: int, batch: StepBatch) -> Iterator[tuple[int, Way]]:
+        """Yield the number of each long chunk that has a way in this layer, and the way."""
+        metadata = self._metadata_of(batch)
+        for number in metadata.long_chunks:
+            span = metadata.spans[number]
+            way = self._long_prompts.way(layer, span.rows, span.context)
+            if way is not None:
+                yield number, way
+
+    def _chunk(self, layer: int, step: AttentionStep, span: "Span") -> PromptChunk:
+        part = slice(span.first, span.first + span.rows)
+        has_keys = _has_keys_of_rows(step)
+        spec, cache = self._spec.attention(layer), step.cache
+        return PromptChunk(
+            step.queries[part],
+            step.keys[part] if has_keys else None,
+            step.values[part] if has_keys else None,
+            cache.keys[layer].transpose(1, 2),
+            cache.values[layer].transpose(1, 2),
+            step.batch.block_tables[span.sequence],
+            span.context,
+            step.sinks,
+            step.out[part].view(span.rows, spec.num_heads, spec.value_dim),
+        )
+
+    def _attend_chunks(self, layer: int, step: AttentionStep, begin: int, end: int) -> None:
+        """Attend for the chunks from number `begin` to `end` with the usual kernels."""
+        if begin == end:
             return
+        chunks = self._metadata_of(step.batch).chunks(begin, end)
         has_flash = self._has_flash and layer in self._flash_layers
-        if has_flash and metadata.has_whole_prompts and len(step.keys):
+        if has_flash and chunks.are_whole_prompts and _has_keys_of_rows(step):
             attended = flash_attention(
-                step.queries[first:],
-                step.keys[first:],
-                step.values[first:],
-                metadata.chunk_starts,
-                metadata.chunks.longest,
+                step.queries[chunks.part],
+                step.keys[chunks.part],
+                step.values[chunks.part],
+                chunks.starts,
+                chunks.rows.longest,
                 self._spec.attention(layer).scale,
                 self._spec.attention(layer).window,
             )
-            step.out[first:] = attended.flatten(1)
+            step.out[chunks.part] = attended.flatten(1)
         else:
-            self._attend_pages(layer, step, metadata.chunks, slice(first, None))
+            self._attend_pages(layer, step, chunks.rows, chunks.part)
 
     def _attend_pages(
         self,
@@ -129,16 +204,7 @@ class PagedAttention(TorchAttention):
     ) -> None:
         """Attend for the sequences of `rows`; their queries are the slice `part` of the step's."""
         spec, cache = self._spec.attention(layer), step.cache
-        shape = PagedShape(
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.value_dim,
-            cache.block_size,
-            spec.scale,
-            spec.cap,
-            spec.window,
-        )
+        shape = PagedShape.of(spec, cache.block_size)
         operands = (
             step.queries[part],
             cache.keys[layer].transpose(1, 2),
@@ -161,18 +227,59 @@ class PagedAttention(TorchAttention):
         return found
 
 
+class Span(NamedTuple):
+    """A chunk's place in a batch."""
+
+    sequence: int
+    """Number of its sequence"""
+    first: int
+    """Its first row"""
+    rows: int
+    context: int
+    """Number of its sequence's tokens, up to its last one"""
+
+
+class Chunks:
+    """Chunks of neighbouring sequences, which one launch computes."""
+
+    def __init__(self, batch: StepBatch, spans: Sequence[Span]) -> None:
+        first, last = spans[0], spans[-1]
+        sequences = slice(first.sequence, last.sequence + 1)
+        ends = batch.visible_ends
+        self.part = slice(first.first, last.first + last.rows)
+        """Their rows"""
+        self.rows = PagedRows(
+            batch.query_starts[first.sequence : last.sequence + 2],
+            batch.context_lengths[sequences],
+            batch.block_tables[sequences],
+            ends=None if ends is None else ends[self.part],
+            longest=max(span.rows for span in spans),
+            most_tokens=max(span.context for span in spans),
+        )
+        self.are_whole_prompts = ends is None and all(span.rows == span.context for span in spans)
+        """True if flash attention computes them, because all their keys are of this step"""
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """First row of each chunk among the rows of all chunks, int32 [chunks + 1]."""
+        starts = self.rows.starts
+        return starts - starts[0] if self.part.start else starts
+
+
 class StepMetadata:
     """Attention metadata that the layers of one step share, made on first use."""
 
     def __init__(self, batch: StepBatch) -> None:
         self.batch = batch
-        first = batch.num_decodes
-        lengths = batch.query_lengths_host[first:]
-        self.has_chunks = bool(lengths)
-        self.has_whole_prompts = (
-            batch.visible_ends is None and lengths == batch.context_lengths_host[first:]
-        )
-        """True if flash attention computes the chunks, because all their keys are of this step"""
+        lengths = batch.query_lengths_host
+        firsts = accumulate(lengths, initial=0)
+        places = enumerate(zip(firsts, lengths, batch.context_lengths_host, strict=False))
+        self.spans = [Span(sequence, *place) for sequence, place in places][batch.num_decodes :]
+        """The chunks in order"""
+        chunks = enumerate(self.spans if batch.visible_ends is None else ())
+        self.long_chunks = [number for number, span in chunks if is_long(span.rows, span.context)]
+        """Numbers of the long chunks whose rows see the keys up to their own"""
+        self._chunks: dict[tuple[int, int], Chunks] = {}
 
     @cached_property
     def decodes(self) -> PagedRows:
@@ -185,56 +292,20 @@ class StepMetadata:
             longest=1,
         )
 
-    @cached_property
-    def chunks(self) -> PagedRows:
-        batch, first = self.batch, self.batch.num_decodes
-        return PagedRows(
-            batch.query_starts[first:],
-            batch.context_lengths[first:],
-            batch.block_tables[first:],
-            ends=None if batch.visible_ends is None else batch.visible_ends[first:],
-            longest=max(batch.query_lengths_host[first:]),
-            most_tokens=max(batch.context_lengths_host[first:]),
-        )
-
-    @cached_property
-    def chunk_starts(self) -> Tensor:
-        """First row of each chunk among the rows of all chunks, int32 [chunks + 1]."""
-        starts = self.batch.query_starts[self.batch.num_decodes :]
-        return starts - starts[0] if self.batch.num_decodes else starts
+    def chunks(self, begin: int, end: int) -> Chunks:
+        """Return the chunks from number `begin` to `end`."""
+        key = begin, end
+        if key not in self._chunks:
+            self._chunks[key] = Chunks(self.batch, self.spans[begin:end])
+        return self._chunks[key]
 
 
-def flash_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    starts: Tensor,
-    longest: int,
-    scale: float,
-    window: int,
-) -> Tensor:
-    """Return causal attention of packed sequences over themselves, [tokens, heads, head_dim].
+def _has_keys_of_rows(step: AttentionStep) -> bool:
+    """Return whether a step's keys are those of its rows.
 
-    queries: [tokens, heads, head_dim]; keys, values: [tokens, kv_heads, head_dim]; starts: int32
-    [sequences + 1]. Unlike torch.nn.attention.varlen, its operator has taken windows and groups of
-    heads in every release that xformers supports.
+    A narrowed batch has fewer rows than tokens, and some layers read the keys of others.
     """
-    attended: Tensor = torch.ops.aten._flash_attention_forward(
-        queries,
-        keys,
-        values,
-        starts,
-        starts,
-        longest,
-        longest,
-        0.0,
-        True,
-        False,
-        scale=scale,
-        window_size_left=window - 1 if window else -1,
-        window_size_right=0,
-    )[0]
-    return attended
+    return len(step.keys) == len(step.queries)
 
 
 def tokens_of(layer: Tensor) -> Tensor:

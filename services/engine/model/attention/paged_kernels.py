@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import SharedPrefixes
+from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.attention.multiprocessors import count_multiprocessors
 from services.engine.model.attention.page_kernels import attend_tile, merge_parts
 from services.engine.model.attention.paged_tiles import (
@@ -40,6 +41,20 @@ class PagedShape:
     """Soft cap on scaled query-key products; 0: none"""
     window: int
     """Number of tokens that a query sees, itself included; 0: unlimited"""
+
+    @staticmethod
+    def of(spec: AttentionSpec, page: int) -> "PagedShape":
+        """Return the constants of a layer. page: number of tokens of a page."""
+        return PagedShape(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.value_dim,
+            page,
+            spec.scale,
+            spec.cap,
+            spec.window,
+        )
 
     @property
     def widest(self) -> int:

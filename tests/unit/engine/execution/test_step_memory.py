@@ -15,16 +15,19 @@ from services.engine.settings import EngineSettings
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("tokens", [7, 2048, 5000])
+@pytest.mark.parametrize(("tokens", "prefix"), [(7, 0), (7, 100), (2048, 100), (5000, 0)])
 def test_largest_step_computes_all_prompts_and_decodes_at_once(
-    embedded_model: Path, tokens: int
+    embedded_model: Path, tokens: int, prefix: int
 ) -> None:
     settings = EngineSettings(model=embedded_model, kv_memory="16MiB", max_step_tokens=32)
     decoder = load(settings).decoder
     cache = decoder.allocate_cache(-(-tokens // decoder.block_size) + 2)
-    batch = largest_step(decoder, cache, tokens, rows=3)
+    batch = largest_step(decoder, cache, tokens, 3, prefix)
     assert len(batch.token_ids) == tokens + 3
     assert max(batch.query_lengths_host) <= decoder.spec.context_length
+    lengths = zip(batch.query_lengths_host[3:], batch.context_lengths_host[3:], strict=True)
+    context = decoder.spec.context_length
+    assert all(behind == min(rows + prefix, context) for rows, behind in lengths)
     assert batch.block_tables.max() < cache.num_blocks
     assert batch.slots.max() < cache.num_blocks * cache.block_size
     hidden = decoder.compute(batch, cache)

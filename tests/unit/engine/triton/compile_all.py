@@ -13,6 +13,7 @@ from tests.unit.engine.triton import (
     compile_fp8,
     compile_fused,
     compile_packed,
+    compile_prompts,
     compile_sampling,
 )
 
@@ -22,6 +23,7 @@ GROUPS = (
     compile_fp8,
     compile_fused,
     compile_packed,
+    compile_prompts,
     compile_sampling,
 )
 

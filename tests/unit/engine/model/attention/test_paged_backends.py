@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from tests.unit.engine.specs import one_layer
 
 triton = pytest.importorskip("triton")
 paged = pytest.importorskip("services.engine.model.attention.paged_backend")
+prompts = pytest.importorskip("services.engine.model.attention.long_prompts")
 xformers = pytest.importorskip("services.engine.model.attention.xformers_backend")
 
 pytestmark = pytest.mark.skipif(
@@ -193,6 +195,37 @@ def test_whole_prompts_equal_the_torch_backend(
     monkeypatch.setattr(paged, "flash_attention", flash_attention)
     spans = [(1, 70)] * num_decodes + [(5, 5), (70, 70), (1, 1)]
     Case(with_heads(spec, 4, 2, window), num_decodes, spans).check()
+
+
+@pytest.mark.parametrize("kept", [None, (1, 20, 5, 20, 9)], ids=["all rows", "some rows"])
+def test_long_chunks_equal_the_torch_backend(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, kept: tuple[int, ...] | None
+) -> None:
+    """Between short ones, with prefixes and without, by the way that a GPU has measured."""
+    monkeypatch.setattr(prompts, "_LEAST_ROWS", 20)
+    monkeypatch.setattr(prompts, "_LEAST_PAIRS", 20 * 60)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(paged, "flash_attention", flash_attention)
+    case = Case(with_heads(spec, 4, 2), 1, [(1, 65), (40, 130), (5, 5), (20, 130), (70, 70)])
+    backend, layer = case.backends[0], case.spec.attention(0)
+    assert isinstance(backend, paged.PagedAttention)
+    taken: list[int] = []
+
+    attend = prompts.InParts.attend
+
+    def noted(way: Any, chunk: Any) -> None:
+        taken.append(len(chunk.queries))
+        attend(way, chunk)
+
+    monkeypatch.setattr(prompts.InParts, "attend", noted)
+    way = prompts.InParts(layer.scale, 64)
+    ways = backend._long_prompts._behind, backend._long_prompts._whole
+    for each in ways:
+        each[layer] = way
+    if kept is not None:
+        case.narrow(list(kept))
+    case.check()
+    assert taken == ([40, 20, 70] if kept is None else [20, 20])
 
 
 def test_triton_without_block_pointers_is_refused(
