@@ -131,6 +131,11 @@ class EngineSettings(StreamSettings, PeerSettings, ReportSettings, CheckpointSet
         "ngram = from repetitions in the sequence, too.",
         choices=("off", "auto", "ngram"),
     )
+    draft: str = setting(
+        "",
+        "Draft model: a smaller model with the same vocabulary, the directory of a checkpoint or a "
+        "GGUF file. It proposes draft tokens where they save time; empty = none.",
+    )
     vision: str = setting(
         "auto",
         "Images in prompts; auto = if the checkpoint has a vision tower.",
@@ -159,6 +164,8 @@ class EngineSettings(StreamSettings, PeerSettings, ReportSettings, CheckpointSet
                 "--packed-cache: nothing is packed with --weights mapped. Start without one of "
                 "them."
             )
+        if self.draft and self.speculate == "off":
+            raise StartupError("--draft: --speculate off ignores it. Start without one of them.")
         if self.kv_memory != "auto" and parse_share(self.kv_memory) is None:
             parse_bytes(self.kv_memory)
         if self.context_length not in ("auto", "max"):

@@ -9,7 +9,11 @@ from services.common.gguf.checkpoint_files import PARTS
 from services.common.gguf.gguf_config import config_of
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.host_memory import free_host_memory, in_units
-from services.common.model_files.checkpoint_folder import gguf_of
+from services.common.model_files.checkpoint_folder import (
+    CheckpointFolderError,
+    gguf_of,
+    require_readable,
+)
 from services.common.settings import StartupError
 from services.engine.kernels.freshness import require_current
 from services.engine.model.checkpoint.architectures import family_of
@@ -78,9 +82,10 @@ def needed_bytes(settings: EngineSettings) -> int:
         raise StartupError(str(error)) from None
     if not _can_map(config, settings):
         weights = replace(weights, mapped_bytes=0)
+    draft = _draft_bytes(settings)
     share = 0.5 if settings.kv_memory == "auto" else parse_share(settings.kv_memory)
     cache = parse_bytes(settings.kv_memory) if share is None else int(free_host_memory() * share)
-    return weights.num_bytes(settings.weights, _number_bytes(settings)) + cache
+    return weights.num_bytes(settings.weights, _number_bytes(settings)) + draft + cache
 
 
 def _require_directory(cache: Path) -> None:
@@ -153,9 +158,9 @@ def check_room(weights: StoredWeights, config: Config | None, settings: EngineSe
         number_bytes = _number_bytes(settings)
         others = ("mapped",) if weights.mapped_bytes else _ROUNDED
         require_room(weights, settings.weights, free, number_bytes, others)
-        _require_stated_cache(
-            settings.kv_memory, free - weights.num_bytes(settings.weights, number_bytes)
-        )
+        free -= weights.num_bytes(settings.weights, number_bytes)
+        free -= _require_draft_room(settings, free)
+        _require_stated_cache(settings.kv_memory, free)
 
 
 def require_room(
@@ -186,6 +191,33 @@ def require_room(
         f"The weights take {in_units(needed)}; {in_units(needed - free)} of memory are missing. "
         f"Free some, or {remedy}."
     )
+
+
+def _require_draft_room(settings: EngineSettings, free: int) -> int:
+    """Return the bytes of the draft model's weights. Raises StartupError if they are not free."""
+    needed = _draft_bytes(settings)
+    if (missing := needed - free) > 0:
+        raise StartupError(
+            f"The weights of --draft {settings.draft} take {in_units(needed)}; "
+            f"{in_units(missing)} of memory are missing. Start without it, or with a smaller one."
+        )
+    return needed
+
+
+def _draft_bytes(settings: EngineSettings) -> int:
+    """Return the bytes of the draft model's weights; 0 without a draft model.
+
+    Raises StartupError for a path that holds no model that is served.
+    """
+    if not settings.draft:
+        return 0
+    path = Path(settings.draft)
+    try:
+        require_readable(path)
+        code_of(checkpoint_config(path), settings.model_code)
+        return stored_weights(path).num_bytes("full", _number_bytes(settings))
+    except (CheckpointFolderError, CheckpointError, GgufError) as error:
+        raise StartupError(f"--draft {settings.draft}: {error}") from None
 
 
 def _can_map(config: Config | None, settings: EngineSettings) -> bool:

@@ -11,6 +11,8 @@ import torch
 from services.common.host_memory import in_units
 from services.common.settings import StartupError
 from services.engine.execution.cache_need import CacheNeed, GroupNeed
+from services.engine.execution.draft_loader import LoadedDraft, load_draft
+from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.memory_budget import (
     available_memory,
     choose_num_blocks,
@@ -73,6 +75,8 @@ class LoadedModel:
     """Settings with the limits of steps that are in force"""
     pooler: Pooler | None = None
     """Pooler that makes vectors of prompts; None = the model only generates"""
+    draft: DraftModel | None = None
+    """Model that makes draft tokens; None = there is none"""
 
 
 def load(settings: EngineSettings) -> LoadedModel:
@@ -125,7 +129,8 @@ def load(settings: EngineSettings) -> LoadedModel:
             "kernels for": str(instruction_set()),
         }
     )
-    need = _cache_need(settings, decoder)
+    draft = _load_draft(settings, decoder, rank)
+    need = _cache_need(settings, decoder, 0 if draft is None else draft.block_bytes)
     if device.type == "cuda":
         wanted = wanted_context(settings.context_length, need.model_context)
         step_bytes = measure_steps(
@@ -134,6 +139,8 @@ def load(settings: EngineSettings) -> LoadedModel:
             settings.max_running,
             graph_capacity(settings, decoder, wanted),
         )
+    if draft is not None:
+        step_bytes += draft.pass_bytes
     num_blocks = _choose_num_blocks(settings, decoder, ranks, need, step_bytes)
     context_length = _context_length(settings, decoder, need, num_blocks)
     return LoadedModel(
@@ -150,7 +157,19 @@ def load(settings: EngineSettings) -> LoadedModel:
         pool_bytes=tuple(map(ranks.total, need.pool_bytes)),
         settings=settings,
         pooler=pooler,
+        draft=None if draft is None else draft.allocate(num_blocks),
     )
+
+
+def _load_draft(settings: EngineSettings, decoder: Model, rank: Rank) -> LoadedDraft | None:
+    """Load the model of --draft, if it is stated. Raises StartupError."""
+    if not settings.draft:
+        return None
+    if not rank.is_alone:
+        raise StartupError("--draft is for engines of one rank. Start without it.")
+    path = Path(settings.draft)
+    kv_dtype = _kv_dtype(settings)
+    return load_draft(path, settings.model, decoder, kv_dtype, settings.max_running)
 
 
 def _packed_file(
@@ -211,8 +230,11 @@ def largest_step_tokens(settings: EngineSettings, decoder: Model) -> int:
     return step_tokens(settings, decoder) + rows
 
 
-def _cache_need(settings: EngineSettings, decoder: Model) -> CacheNeed:
-    """Return the cache memory that the model needs. The bytes are for this rank's part."""
+def _cache_need(settings: EngineSettings, decoder: Model, draft_bytes: int) -> CacheNeed:
+    """Return the cache memory that the model needs. The bytes are for this rank's part.
+
+    draft_bytes: bytes that a draft model keeps for each block of the first group.
+    """
     spec = decoder.spec
     # the layers of an encoder share the cache of one
     sharers = spec.num_layers if decoder.computes_whole_prompts else 1
@@ -220,6 +242,7 @@ def _cache_need(settings: EngineSettings, decoder: Model) -> CacheNeed:
         GroupNeed(decoder.block_bytes(group) // sharers, group.window)
         for group in layer_groups(spec)
     ]
+    groups[0] = replace(groups[0], block_bytes=groups[0].block_bytes + draft_bytes)
     return CacheNeed(
         spec.context_length,
         decoder.block_size,

@@ -67,6 +67,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
             keeps_images_whole=spec.images_see_ahead,
             max_logit_rows=max_logit_rows(settings.max_running),
             prompts_have_fixed_cost=decoder.device.type == "cuda",
+            draft=None if model.draft is None else model.draft.limits,
         ),
         caches,
     )
@@ -113,8 +114,18 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
     _capture_graphs(runner, settings, model)
     overlaps = decoder.device.type == "cuda"
     _warm_up(decoder, cache, description)
+    if model.draft is not None:
+        model.draft.warm_up()
     alone = model.ranks.rank.is_alone
-    steps = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone, pooler=pooler)
+    steps = StepLoop(
+        scheduler,
+        runner,
+        limits,
+        overlaps=overlaps,
+        isolates=alone,
+        pooler=pooler,
+        draft=model.draft,
+    )
     return LoadedLoop(steps, caches, model, description)
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from services.engine.batch.transfer import Mark, copy_rows, rows_of
 from services.engine.execution.batch_builder import DeviceTokens
+from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.model_runner import ModelRunner
 from services.engine.loop import refusals
 from services.engine.loop.beam_draws import BeamDraws
 from services.engine.loop.draft_counts import draft_counts
+from services.engine.loop.draft_maker import DraftMaker
 from services.engine.loop.prompt_pooling import PromptPooling
 from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.loop.step_in_flight import StepInFlight
@@ -29,7 +31,6 @@ from services.engine.loop.step_sampler import (
 from services.engine.messages import (
     AdapterLoaded,
     Command,
-    DraftTokens,
     LoadAdapter,
     LoadSnapshot,
     SetEncoding,
@@ -75,18 +76,21 @@ class StepLoop:
         overlaps: bool = False,
         isolates: bool = True,
         pooler: Pooler | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         """overlaps: launch a step before the tokens of the previous step are on the host. This has
         no effect with speculation, because draft tokens depend on those tokens.
 
         isolates: repeat a step that raises sequence by sequence, and fail only the requests that
         raise again. This is impossible with several ranks, which wait in the middle of the step.
-        pooler: makes vectors of prompts; None = no request asks for them.
+        pooler: makes vectors of prompts; None = no request asks for them. draft: makes draft tokens
+        as the scheduler plans them; None = no model does.
         """
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._overlaps = overlaps and not scheduler.limits.speculate
+        self._overlaps = overlaps and not scheduler.limits.speculates
+        self._drafts = DraftMaker(scheduler.drafter, draft)
         self._isolates = isolates
         self._requests = RequestTable(scheduler, limits, clock)
         self._sampler = StepSampler(
@@ -153,6 +157,7 @@ class StepLoop:
         for number in self._runner.ready_adapters():
             self._requests.report(self._insert_adapter(number))
         self._requests.cut_starved()
+        self._drafts.make(constrained=False)
         started = self._clock()
         if self._overlaps:
             self._launch_held(started)
@@ -171,7 +176,8 @@ class StepLoop:
             self._complete(self._previous, [], [])
         if not self._overlaps:
             self._draw_held()
-        self._report_drafts()
+        for draft in self._drafts.report():
+            self._requests.report(draft)
         return self.take_output()
 
     def apply(self, commands: Iterable[Command]) -> None:
@@ -204,7 +210,7 @@ class StepLoop:
             preemptions=scheduler.preemptions,
             steps=self._steps,
             pools=scheduler.caches.uses(),
-            drafts=draft_counts([scheduler.drafts]),
+            drafts=draft_counts([scheduler.drafter.totals]),
             oversized_steps=self._runner.oversized_steps,
         )
         return StepOutput(self._requests.take_outputs(), load, scheduler.caches.take_changes())
@@ -296,12 +302,6 @@ class StepLoop:
         for held in drawn:
             if held.draft:
                 self._scheduler.accept(held.sequence, held.draft)
-
-    def _report_drafts(self) -> None:
-        """Report draft tokens of constrained sequences, because the next step needs their masks."""
-        for sequence, draft in self._scheduler.report_drafts():
-            handle = sequence.request.command.handle
-            self._requests.report(DraftTokens(handle, sequence.index, list(draft)))
 
     def _record_duration(self, plan: StepPlan, started: float) -> None:
         """Report a step's duration to the scheduler, measured from the end of the previous step."""

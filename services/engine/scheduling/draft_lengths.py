@@ -2,17 +2,20 @@
 
 The expected tokens of a step, divided by its seconds, are to be as many as possible. The j-th draft
 token of a sequence is used if it and all before it are accepted: with probability rate ** j. The
-seconds are measured, by the number of rows, for steps with and without draft tokens.
+seconds are measured, by the number of rows, for steps with and without draft tokens. Where a draft
+model makes the tokens, the seconds of its passes count, too.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, repeat
 from operator import mul
 
 from services.engine.scheduling.step_cost import StepTimes
 
-__all__ = ["DraftLengths"]
+__all__ = ["DraftLengths", "MadeDraft", "MadeLengths"]
 
 _LEAST_GAIN = 1.02
 """Least expected gain of a step with draft tokens, because estimates have errors"""
@@ -22,6 +25,30 @@ _NEAR = 4
 """Most size classes between a number of rows and a measured one that stands for it"""
 _FRESH_STEPS = 32
 """Steps after which a measurement that keeps steps from drafting is doubted: times change"""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeDraft:
+    """Draft that a draft model may make for one sequence."""
+
+    rate: float
+    """Estimated probability that its next token is accepted"""
+    most: int
+    """Most tokens"""
+    rows: int
+    """Number of tokens that the model computes to make the first one"""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeLengths:
+    """Numbers of tokens that a draft model is to make."""
+
+    lengths: Sequence[int]
+    """Number for each draft"""
+    seconds: float
+    """Estimated seconds of the draft model's passes"""
+    saved: float
+    """Seconds that the step and these passes are expected to save, above 0 if a length is"""
 
 
 class DraftLengths:
@@ -79,15 +106,57 @@ class DraftLengths:
             lengths[i] += 1
         return lengths
 
+    def choose_made(
+        self, streams: int, drafts: Sequence[MadeDraft], pass_seconds: Callable[[int], float]
+    ) -> MadeLengths:
+        """Return the number of tokens that a draft model is to make for each draft.
+
+        streams: sequences of the step, with and without drafts. pass_seconds: returns the seconds
+        of a pass of the draft model, by its tokens. No token is worth its time as long as no step
+        of about so many streams was measured without drafts.
+        """
+        lengths = [0] * len(drafts)
+        plain = self.plain_seconds(streams)
+        if plain is None:
+            return MadeLengths(lengths, 0.0, 0.0)
+        gains = [
+            (probability, depth, i)
+            for i, draft in enumerate(drafts)
+            for depth, probability in enumerate(accumulate(repeat(draft.rate, draft.most), mul))
+            if probability >= _LEAST_PROBABILITY
+        ]
+        gains.sort(key=lambda gain: -gain[0])
+        seconds_of = cache(pass_seconds)
+        rows = [0] * (1 + max((depth for _, depth, _ in gains), default=0))
+        expected, drafting, best, chosen = 0.0, 0.0, _LEAST_GAIN, 0
+        result = MadeLengths(lengths, 0.0, 0.0)
+        for count, (probability, depth, i) in enumerate(gains, start=1):
+            expected += probability
+            more = rows[depth] + (1 if depth else drafts[i].rows)
+            drafting += seconds_of(more) - (seconds_of(rows[depth]) if rows[depth] else 0.0)
+            rows[depth] = more
+            took = self.slowdown(streams, streams + count) * plain + drafting
+            worth = (1 + expected / streams) * plain
+            if worth / took > best:
+                best, chosen = worth / took, count
+                result = MadeLengths(lengths, drafting, worth - took)
+        for _, _, i in gains[:chosen]:
+            lengths[i] += 1
+        return result
+
+    def plain_seconds(self, streams: int) -> float | None:
+        """Return the seconds of a step without drafts; None = no step of this size was measured."""
+        return self._plain.nearest(streams, _NEAR)
+
     def _is_border(self, rows: int) -> bool:
         """Return whether a step of one row more is estimated to take another time."""
         return rows % self._rows_at_once == 0 or StepTimes.size(rows) != StepTimes.size(rows + 1)
 
     def _gain(self, streams: int, expected: float, rows: int) -> float:
         """Return the tokens per second of a step with drafts, relative to one without."""
-        return (1 + expected / streams) / self._slowdown(streams, rows)
+        return (1 + expected / streams) / self.slowdown(streams, rows)
 
-    def _slowdown(self, streams: int, rows: int) -> float:
+    def slowdown(self, streams: int, rows: int) -> float:
         """Return the seconds of a step with drafts, relative to one of `streams` rows without."""
         plain = self._plain.nearest(streams, _NEAR)
         measured = self._drafting.nearest(rows, _NEAR)

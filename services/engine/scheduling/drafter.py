@@ -4,10 +4,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TypeAlias
 
+from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.draft_lengths import DraftLengths
+from services.engine.scheduling.draft_plan import DraftPart, DraftResult
+from services.engine.scheduling.model_drafts import ModelDrafts
 from services.engine.scheduling.sequence import TokenSequence
 from services.engine.scheduling.speculation import MOST_DRAFTED, Draft, DraftKind, DraftTotals
-from services.engine.scheduling.step_plan import SchedulerLimits
+from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
 
 __all__ = ["Drafter"]
 
@@ -18,11 +21,17 @@ _MAX_FORCED = 16
 class Drafter:
     """Draft tokens of the running sequences: forced by a grammar, or proposed by `Speculation`."""
 
-    def __init__(self, running: Sequence[TokenSequence], limits: SchedulerLimits) -> None:
+    def __init__(
+        self, running: Sequence[TokenSequence], limits: SchedulerLimits, caches: CachePools
+    ) -> None:
         """running: the scheduler's list of running sequences."""
         self._running = running
         self._limits = limits
         self._lengths = DraftLengths(limits.rows_at_once)
+        self._model: ModelDrafts | None = None
+        """Drafts of the draft model; None = there is none"""
+        if limits.draft is not None:
+            self._model = ModelDrafts(limits.draft, self._lengths, caches)
         self._predicted = 0
         """Number of running sequences whose client expects a text"""
         self.totals = {kind: DraftTotals() for kind in DraftKind}
@@ -35,10 +44,40 @@ class Drafter:
     def leave(self, sequence: TokenSequence) -> None:
         """Note that a sequence has left the running ones."""
         self._predicted -= sequence.speculation.has_prediction
+        if self._model is not None:
+            self._model.leave(sequence)
 
-    def learn(self, rows: int, drafted: int, seconds: float) -> None:
-        """Take the time of a step without prompts. rows: its tokens, with the drafted ones."""
-        self._lengths.learn(rows, drafted, seconds)
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        """Take the time of a step."""
+        drafted = sum(len(chunk.draft) for chunk in plan.chunks)
+        if not plan.prompt_tokens:
+            self._lengths.learn(plan.decode_tokens, drafted, seconds)
+        if self._model is not None:
+            self._model.settle(plan.streams, plan.decode_tokens, drafted, seconds)
+
+    def plan_model(self, *, constrained: bool) -> Sequence[DraftPart]:
+        """Return what the draft model is to compute before the next step, if there is one.
+
+        constrained: plan for the sequences whose drafts need masks, or for all others.
+        """
+        if self._model is None or not self._running:
+            return ()
+        streams = [each for each in self._running if each.uncomputed == 1]
+        due = [
+            each
+            for each in streams
+            if each.request.command.checked.constrained is constrained
+            and _may_draft(each)
+            and not each.forced
+            and (not constrained or _awaits_draft(each))
+            and not self._has_better(each)
+        ]
+        return self._model.plan(len(streams), due, self._most_rows)
+
+    def take_made(self, parts: Sequence[DraftPart], result: DraftResult) -> None:
+        """Take the draft tokens that the draft model has made of a plan."""
+        assert self._model is not None
+        self._model.take(parts, result)
 
     def forced(self, sequence: TokenSequence) -> Sequence[int]:
         """Return tokens that a grammar forces behind a sequence's newest token."""
@@ -66,10 +105,7 @@ class Drafter:
         due = [
             each
             for each in streams
-            if each.request.command.checked.constrained
-            and each.speculation.reported[0] != each.position
-            and each.mask is None
-            and _may_draft(each)
+            if each.request.command.checked.constrained and _awaits_draft(each) and _may_draft(each)
         ]
         chosen = self._chosen(len(streams), due, _proposed)
         for sequence in due:
@@ -87,11 +123,13 @@ class Drafter:
         if kind is not None:
             sequence.speculation.learn(kind, len(draft), accepted)
             self.totals[kind].add(len(draft), accepted)
+            if kind is DraftKind.MODEL and self._model is not None:
+                self._model.learn(sequence, len(draft), accepted)
         return accepted
 
     @property
     def _speculates(self) -> bool:
-        return self._limits.speculate or self._predicted > 0
+        return self._limits.speculates or self._predicted > 0
 
     @property
     def _most_rows(self) -> int:
@@ -103,7 +141,7 @@ class Drafter:
     ) -> Mapping[TokenSequence, Draft]:
         """Return the drafts of some of the sequences that are worth their time."""
         most = min(MOST_DRAFTED, self._most_rows) if sequences else 0
-        best = max((each.speculation.rate for each in sequences), default=0.0)
+        best = max(map(self._best_rate, sequences), default=0.0)
         if not self._lengths.may_gain(streams, best, most * len(sequences)):
             return {}
         looks_up = self._limits.speculate
@@ -112,7 +150,7 @@ class Drafter:
             for each in sequences
             if (draft := propose(each, min(most, each.room), looks_up)) is not None
         ]
-        rated = [(s.speculation.rate_of(draft.kind), len(draft.tokens)) for s, draft in found]
+        rated = [(self._rate(s, draft.kind), len(draft.tokens)) for s, draft in found]
         lengths = self._lengths.choose(streams, rated)
         return {
             sequence: Draft(draft.kind, draft.tokens[:length])
@@ -120,12 +158,39 @@ class Drafter:
             if length
         }
 
+    def _rate(self, sequence: TokenSequence, kind: DraftKind) -> float:
+        """Return the estimated probability that a source's next draft token is accepted."""
+        if kind is DraftKind.MODEL and self._model is not None:
+            return self._model.rate(sequence)
+        return sequence.speculation.rate_of(kind)
+
+    def _best_rate(self, sequence: TokenSequence) -> float:
+        """Return the highest such probability among the sources that may have a draft."""
+        rate = sequence.speculation.rate
+        if self._model is not None and sequence.speculation.made[0] == sequence.length:
+            return max(rate, self._model.rate(sequence))
+        return rate
+
+    def _has_better(self, sequence: TokenSequence) -> bool:
+        """Return whether a draft that takes no model is as good as that of the draft model."""
+        assert self._model is not None
+        speculation = sequence.speculation
+        if not self._limits.speculate and not speculation.has_prediction:
+            return False
+        draft = speculation.propose_free(sequence.tokens, 1, looks_up=self._limits.speculate)
+        return draft is not None and speculation.rate_of(draft.kind) >= self._model.rate(sequence)
+
 
 _Propose: TypeAlias = Callable[[TokenSequence, int, bool], Draft | None]
 
 
 def _may_draft(sequence: TokenSequence) -> bool:
     return not sequence.in_flight and sequence.request.draws_independently
+
+
+def _awaits_draft(sequence: TokenSequence) -> bool:
+    """Return whether a constrained sequence has no mask yet, and no draft at its position."""
+    return sequence.speculation.reported[0] != sequence.position and sequence.mask is None
 
 
 def _reported_or_proposed(sequence: TokenSequence, most: int, looks_up: bool) -> Draft | None:

@@ -16,7 +16,7 @@ from services.engine.scheduling.drafter import Drafter
 from services.engine.scheduling.preemption import Preemption
 from services.engine.scheduling.prompt_budget import Allowance, Backlog, PromptBudget
 from services.engine.scheduling.sequence import SequenceState, TokenSequence
-from services.engine.scheduling.speculation import Draft, DraftKind, DraftTotals
+from services.engine.scheduling.speculation import Draft
 from services.engine.scheduling.step_cost import StepCost
 from services.engine.scheduling.step_plan import Chunk, SchedulerLimits, StepPlan
 from services.engine.scheduling.tenants import GENERATED_WEIGHT, Tenants
@@ -56,7 +56,8 @@ class Scheduler:
         )
         self._budget = PromptBudget(self._cost, limits)
         self._preemption = Preemption(self.running, caches, limits)
-        self._drafter = Drafter(self.running, limits)
+        self.drafter = Drafter(self.running, limits, caches)
+        """Drafter, which chooses the draft tokens of the running sequences"""
         self._searching: dict[tuple[int, int], int] = {}
         """Beams of the running searches, by `search_key`"""
         self._failed: dict[TokenSequence, int] = {}
@@ -94,11 +95,6 @@ class Scheduler:
     def free_places(self) -> int:
         """Number of sequences that may start if there are blocks for them."""
         return self.limits.max_running - len(self.running)
-
-    @property
-    def drafts(self) -> Mapping[DraftKind, DraftTotals]:
-        """Drafts since the start, by their source."""
-        return self._drafter.totals
 
     def fits(self, tokens: int) -> bool:
         """Return whether a sequence of `tokens` tokens can ever run."""
@@ -140,22 +136,16 @@ class Scheduler:
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Update the cost model with the time of a step."""
         self._cost.learn(plan.decode_tokens, plan.prompt_tokens, seconds)
-        if not plan.prompt_tokens:
-            drafted = sum(len(chunk.draft) for chunk in plan.chunks)
-            self._drafter.learn(plan.decode_tokens, drafted, seconds)
+        self.drafter.learn(plan, seconds)
 
     def accept(self, sequence: TokenSequence, draft: Sequence[int]) -> None:
         """Count accepted draft tokens as computed, but never the newest token.
 
         The KV of rejected tokens is overwritten when the tokens in their places are computed.
         """
-        accepted = self._drafter.count_accepted(sequence, draft)
+        accepted = self.drafter.count_accepted(sequence, draft)
         if sequence.state is SequenceState.RUNNING:
             self._compute(sequence, accepted)
-
-    def report_drafts(self) -> Iterator[tuple[TokenSequence, Sequence[int]]]:
-        """Propose draft tokens for constrained sequences, which need masks before a step."""
-        return self._drafter.report()
 
     def fork(self, beams: Sequence[TokenSequence], parents: Sequence[int]) -> list[BlockCopy]:
         """Let beams continue others: a beam whose parent is another beam gets the parent's tokens.
@@ -226,7 +216,7 @@ class Scheduler:
         decodes: list[TokenSequence] = []
         drafts: list[Chunk] = []
         prompts: list[TokenSequence] = []
-        chosen, running = self._drafter.choose(), SequenceState.RUNNING
+        chosen, running = self.drafter.choose(), SequenceState.RUNNING
         has_states = self.caches.has_states
         # `running` is in order, so victims of preemption come after the sequences already planned
         for sequence in list(self.running):
@@ -261,7 +251,7 @@ class Scheduler:
     ) -> Sequence[int]:
         """Allocate blocks for a sequence's draft tokens. Return no tokens if blocks are too few."""
         draft = chosen.get(sequence)
-        tokens = self._drafter.forced(sequence) if draft is None else draft.tokens
+        tokens = self.drafter.forced(sequence) if draft is None else draft.tokens
         if not tokens or not self.caches.grow(sequence, sequence.length + len(tokens)):
             return ()
         sequence.speculation.computed = None if draft is None else draft.kind
@@ -425,7 +415,7 @@ class Scheduler:
         sequence.tenant.running += 1
         sequence.request.running += 1
         insort(self.running, sequence, key=attrgetter("order"))
-        self._drafter.enter(sequence)
+        self.drafter.enter(sequence)
         return True
 
     def _leave_queue(self, sequence: TokenSequence) -> None:
@@ -436,7 +426,7 @@ class Scheduler:
 
     def _leave_place(self, sequence: TokenSequence) -> None:
         self.running.remove(sequence)
-        self._drafter.leave(sequence)
+        self.drafter.leave(sequence)
         self.caches.release(sequence)
         sequence.tenant.running -= 1
         sequence.request.running -= 1

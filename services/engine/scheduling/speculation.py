@@ -16,7 +16,7 @@ import numpy.typing as npt
 from services.engine.scheduling.predicted_text import PredictedText
 from services.engine.scheduling.prompt_lookup import NgramIndex
 
-__all__ = ["MOST_DRAFTED", "Draft", "DraftKind", "DraftTotals", "Speculation"]
+__all__ = ["MOST_DRAFTED", "Acceptance", "Draft", "DraftKind", "DraftTotals", "Speculation"]
 
 MOST_DRAFTED = 15
 """Most draft tokens of a sequence in a step"""
@@ -35,6 +35,8 @@ class DraftKind(Enum):
     """Earlier occurrences of the newest tokens"""
     PREDICTION = "prediction"
     """The text that the client expects"""
+    MODEL = "draft_model"
+    """A smaller model with the same vocabulary"""
 
 
 class Draft(NamedTuple):
@@ -62,18 +64,22 @@ class DraftTotals:
 class Acceptance:
     """Share of draft tokens that were accepted lately, of those before the first rejected one."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: float = _MEMORY) -> None:
+        """memory: weight of earlier drafts against the newest."""
+        self._memory = memory
         self._accepted = self._tried = 0.0
 
-    @property
-    def rate(self) -> float:
-        """Estimated probability that the next draft token is accepted."""
-        return (self._accepted + _PRIOR * _PRIOR_WEIGHT) / (self._tried + _PRIOR_WEIGHT)
+    def rate(self, prior: float = _PRIOR) -> float:
+        """Return the estimated probability that the next draft token is accepted.
+
+        prior: the probability before any draft.
+        """
+        return (self._accepted + prior * _PRIOR_WEIGHT) / (self._tried + _PRIOR_WEIGHT)
 
     def learn(self, proposed: int, accepted: int) -> None:
         """Update the estimate with a draft."""
-        self._accepted = _MEMORY * self._accepted + accepted
-        self._tried = _MEMORY * self._tried + accepted + (accepted < proposed)
+        self._accepted = self._memory * self._accepted + accepted
+        self._tried = self._memory * self._tried + accepted + (accepted < proposed)
 
     def forget(self) -> None:
         """Move the estimate towards that of a new sequence, after a step without a draft."""
@@ -88,6 +94,8 @@ class Speculation:
         """prediction: tokens that the client expects as the answer behind the prompt's tokens."""
         self.reported: tuple[int, Draft | None] = (-1, None)
         """Position and tokens of the draft whose masks were requested"""
+        self.made: tuple[int, Sequence[int]] = (-1, ())
+        """Length of the sequence, and the tokens that a draft model has made behind it"""
         self.computed: DraftKind | None = None
         """Source of the draft that the newest step computed; None = a grammar forced its tokens"""
         self.counts = {kind: DraftTotals() for kind in DraftKind}
@@ -104,13 +112,17 @@ class Speculation:
 
     @property
     def rate(self) -> float:
-        """Highest estimated probability of the sources that a draft token is accepted."""
-        kinds = DraftKind if self.has_prediction else (DraftKind.NGRAM,)
-        return max(self._acceptances[kind].rate for kind in kinds)
+        """Highest estimated probability that a token from the text or from n-grams is accepted."""
+        kinds = (DraftKind.NGRAM, DraftKind.PREDICTION)[: 1 + self.has_prediction]
+        return max(self._acceptances[kind].rate() for kind in kinds)
 
     def rate_of(self, kind: DraftKind) -> float:
         """Return the estimated probability that a source's next draft token is accepted."""
-        return self._acceptances[kind].rate
+        return self._acceptances[kind].rate()
+
+    def model_rate(self, prior: float) -> float:
+        """Return the same of a draft model. prior: the probability before the first draft."""
+        return self._acceptances[DraftKind.MODEL].rate(prior)
 
     def propose(
         self, tokens: npt.NDArray[np.int32], most: int, *, looks_up: bool = True
@@ -118,8 +130,18 @@ class Speculation:
         """Return at most `most` draft tokens; None = there are none.
 
         tokens: int32 [length], the sequence so far. looks_up: whether n-grams may propose tokens.
-        The expected text goes before n-grams.
+        Tokens that a draft model has made go first, because it makes them where they are expected
+        to be better. The expected text goes before n-grams.
         """
+        length, made = self.made
+        if length == len(tokens):
+            return Draft(DraftKind.MODEL, made[:most])
+        return self.propose_free(tokens, most, looks_up=looks_up)
+
+    def propose_free(
+        self, tokens: npt.NDArray[np.int32], most: int, *, looks_up: bool = True
+    ) -> Draft | None:
+        """Return at most `most` draft tokens that no model has to make; None = there are none."""
         if self._prediction is not None:
             expected = self._prediction.propose(tokens[self._prompt_length :], most)
             if expected:

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from services.engine.scheduling.draft_plan import DraftLimits
 from services.engine.scheduling.sequence import TokenSequence
 
 __all__ = ["Chunk", "SchedulerLimits", "StepPlan"]
@@ -21,7 +23,7 @@ class SchedulerLimits:
     rows_at_once: int
     """Number of rows of a full tile; fewer rows take as long, so steps are filled to a multiple"""
     speculate: bool = False
-    """True if draft tokens are proposed"""
+    """True if n-grams propose draft tokens"""
     keeps_images_whole: bool = False
     """True if a step computes all tokens of an image, because they see each other"""
     keeps_prompts_whole: bool = False
@@ -31,6 +33,13 @@ class SchedulerLimits:
     prompts_have_fixed_cost: bool = False
     """True if prompts add a fixed time to a step besides the time of their tokens, as on a GPU,
     where only steps without prompts are graphs"""
+    draft: DraftLimits | None = None
+    """Limits of the draft model; None = there is none"""
+
+    @property
+    def speculates(self) -> bool:
+        """True if any sequence may have draft tokens."""
+        return self.speculate or self.draft is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,12 @@ class StepPlan:
     """Number of newest tokens and draft tokens"""
     prompt_tokens: int
     """Number of all other tokens"""
+
+    @property
+    def streams(self) -> int:
+        """Number of sequences whose newest token is computed."""
+        ends = accumulate((chunk.count for chunk in self.chunks), initial=len(self.decodes))
+        return len(self.decodes) + sum(end < self.decode_tokens for end in ends)
 
     @property
     def is_empty(self) -> bool:

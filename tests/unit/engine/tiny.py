@@ -18,6 +18,7 @@ from services.engine.checked_request import (
     StoppingSettings,
     bitmask,
 )
+from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
@@ -40,10 +41,10 @@ If the noise lies that close to the border between two tokens, rounding decides.
 examples, one draw in some hundred thousand would fail."""
 
 
-def make_checkpoint(directory: Path) -> Path:
+def make_checkpoint(directory: Path, seed: int = 5) -> Path:
     """Write a Llama of 2 layers whose greedy output depends on its input."""
     hidden, inner, heads, kv_heads, dim = 32, 48, 4, 2, 8
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
 
     def weight(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * 0.3
@@ -87,8 +88,8 @@ def make_checkpoint(directory: Path) -> Path:
     return directory
 
 
-def load_tiny(directory: Path) -> Model:
-    return load_model(make_checkpoint(directory), torch.float32)
+def load_tiny(directory: Path, seed: int = 5) -> Model:
+    return load_model(make_checkpoint(directory, seed), torch.float32)
 
 
 def make_loop(
@@ -105,13 +106,25 @@ def make_loop(
     ticks: Sequence[float] = (0.01,),
     block: int = BLOCK,
     runner: Callable[[Model, KVCache, StepCapacity | None], ModelRunner] = ModelRunner,
+    draft: Model | None = None,
 ) -> StepLoop:
     """Return a loop whose clock advances by the next of `ticks`, in a cycle, at each reading.
 
-    padded: pad decode steps like a GPU.
+    padded: pad decode steps like a GPU. draft: model that makes draft tokens.
     """
-    limits = SchedulerLimits(running, step_tokens, 2.0, 32, speculate)
     clock = accumulate(cycle(ticks))
+    drafts = None
+    if draft is not None:
+        own = draft.allocate_cache(blocks, block)
+        drafts = DraftModel(draft, own, VOCABULARY, 64, lambda: next(clock))
+    limits = SchedulerLimits(
+        running,
+        step_tokens,
+        2.0,
+        32,
+        speculate,
+        draft=None if drafts is None else drafts.limits,
+    )
     return StepLoop(
         Scheduler(limits, CachePools(CacheLimits(block, (GroupLimits(blocks),)))),
         runner(
@@ -125,6 +138,7 @@ def make_loop(
         lambda: next(clock),
         overlaps=overlaps,
         isolates=isolates,
+        draft=drafts,
     )
 
 

@@ -1,0 +1,112 @@
+"""Loading of a draft model beside the engine's model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.model_files.checkpoint import opened_checkpoint
+from services.common.settings import StartupError
+from services.engine.execution.draft_model import DraftModel
+from services.engine.execution.draft_vocabulary import find_difference
+from services.engine.execution.memory_budget import require_memory
+from services.engine.execution.model_loader import load_any_model
+from services.engine.execution.step_memory import measure_steps
+from services.engine.kernels.memory import populate_behind
+from services.engine.model.architecture.cache_groups import layer_groups
+from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.model import Model
+
+__all__ = ["LoadedDraft", "load_draft"]
+
+_PASS_TOKENS = 512
+"""Most tokens of a pass of the draft model"""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """Weights and buffers of a draft model."""
+
+    decoder: Model
+    vocabulary_size: int
+    """Number of ids of the engine's model"""
+    block_size: int
+    """Number of tokens of its blocks"""
+    pass_tokens: int
+    """Most tokens of a pass"""
+    pass_bytes: int
+    """Bytes that a pass takes beside weights, pages and reserved buffers"""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the pages for one block of the engine's model."""
+        own = sum(map(self.decoder.block_bytes, layer_groups(self.decoder.spec)))
+        return own * self.block_size // self.decoder.block_size
+
+    def allocate(self, num_blocks: int) -> DraftModel:
+        """Allocate the pages for so many blocks of the engine's model."""
+        groups = len(layer_groups(self.decoder.spec))
+        cache = self.decoder.allocate_cache([num_blocks] * groups, self.block_size)
+        if self.decoder.device.type == "cpu":
+            populate_behind(list(cache.pages))
+        return DraftModel(self.decoder, cache, self.vocabulary_size, self.pass_tokens)
+
+
+def load_draft(
+    path: Path, model: Path, target: Model, kv_dtype: str, max_running: int
+) -> LoadedDraft:
+    """Load the draft model at `path` for the engine's model, whose checkpoint is in `model`.
+
+    Raises StartupError for a model that can't draft for `target`, and with too little memory.
+    """
+    _require_target(target)
+    try:
+        with opened_checkpoint(path) as directory:
+            decoder = load_any_model(
+                directory, target.dtype, progress=True, device=target.device, kv_dtype=kv_dtype
+            )
+            sizes = decoder.spec.vocab_size, target.spec.vocab_size
+            difference = find_difference(directory, model, sizes)
+    except CheckpointError as error:
+        raise StartupError(f"--draft {path}: {error}") from None
+    if difference is not None:
+        raise StartupError(
+            f"--draft {path} has another vocabulary: {difference}. Use a model with the same "
+            "tokenizer."
+        )
+    _require_draft(path, decoder, target)
+    tokens = max(_PASS_TOKENS, max_running)
+    further = 0
+    if decoder.device.type == "cpu":
+        further = decoder.pass_bytes(tokens, max_running, decoder.spec.context_length)
+    needed = decoder.bytes_to_reserve(tokens, max_running) + further
+    require_memory(needed, f"A pass of --draft {path}", decoder.device)
+    decoder.reserve(tokens, max_running)
+    if decoder.device.type == "cuda":
+        further = measure_steps(decoder, tokens - max_running, max_running, None)
+    return LoadedDraft(decoder, target.spec.vocab_size, target.block_size, tokens, further)
+
+
+def _require_target(target: Model) -> None:
+    """Raise StartupError for an engine's model that takes no draft model."""
+    if target.computes_whole_prompts or not target.computes_logits:
+        raise StartupError("--draft is for models that generate. Start without it.")
+    if layer_groups(target.spec)[0].window:
+        raise StartupError(
+            "--draft needs a model with a layer that sees all tokens; all layers of this one have "
+            "windows. Start without it."
+        )
+
+
+def _require_draft(path: Path, draft: Model, target: Model) -> None:
+    """Raise StartupError for a model that can't make draft tokens for `target`."""
+    if draft.computes_whole_prompts or not draft.computes_logits:
+        raise StartupError(f"--draft {path} generates no tokens. Use a model that does.")
+    if draft.state_bytes:
+        raise StartupError(
+            f"--draft {path} has recurrent layers, which can't return to an accepted token. Use a "
+            "model with attention alone."
+        )
+    if target.block_size % draft.block_size:
+        raise StartupError(
+            f"--draft {path} needs blocks of {draft.block_size} tokens; the model has "
+            f"{target.block_size}. Use another draft model."
+        )

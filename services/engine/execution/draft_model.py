@@ -1,0 +1,145 @@
+"""Draft model, which makes draft tokens one after another for several sequences at once.
+
+Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding" (2023). Here
+the draft tokens are the most likely ones, and a draft token is accepted if it is the token that
+would have been drawn anyway.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.engine.batch.staging import Staging
+from services.engine.batch.step_batch import OutputRows, StepBatch
+from services.engine.batch.transfer import Mark, to_device
+from services.engine.execution.first_steps import run_first_steps
+from services.engine.model.attention import KVCache
+from services.engine.model.model import Model
+from services.engine.scheduling.draft_plan import DraftLimits, DraftPart, DraftResult, PassTime
+
+__all__ = ["DraftModel"]
+
+
+class DraftModel:
+    """A model that makes draft tokens, and its pages.
+
+    The pages have a block for each block of the first cache group of the engine's model, with the
+    same number, so that the block tables of sequences serve both.
+    """
+
+    def __init__(
+        self,
+        decoder: Model,
+        cache: KVCache,
+        vocabulary_size: int,
+        pass_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """vocabulary_size: number of ids of the engine's model. pass_tokens: most tokens of a pass.
+
+        The ids of both models mean the same, as far as both have them.
+        """
+        self._decoder = decoder
+        self._cache = cache
+        self._vocabulary_size = vocabulary_size
+        self._clock = clock
+        self._staging = Staging(decoder.device)
+        self.limits = DraftLimits(decoder.spec.context_length, pass_tokens)
+
+    def warm_up(self) -> None:
+        """Run the first passes, which take longer than later ones."""
+        run_first_steps(self._decoder, self._cache)
+
+    @torch.inference_mode()
+    def make(self, parts: Sequence[DraftPart]) -> DraftResult:
+        """Compute the parts, and make their draft tokens.
+
+        A part gets fewer tokens than planned if the next one is no id of the engine's model.
+        """
+        order = sorted(range(len(parts)), key=lambda i: parts[i].count > 1)
+        made: list[list[int]] = [[] for _ in parts]
+        passes: list[PassTime] = []
+        growing = order
+        starts = [parts[i].start for i in order]
+        ids = [parts[i].sequence.tokens[parts[i].start : parts[i].end] for i in order]
+        while growing:
+            began = self._clock()
+            tables = [parts[i].sequence.tables[0].blocks for i in growing]
+            hidden = self._forward(ids, starts, tables)
+            rows = [row for row, i in enumerate(growing) if parts[i].length]
+            drawn = self._most_likely(hidden, rows)
+            passes.append(PassTime(sum(map(len, ids)), self._clock() - began))
+            grown, growing = [growing[row] for row in rows], []
+            for i, token in zip(grown, drawn, strict=True):
+                if 0 <= token < self._vocabulary_size:
+                    made[i].append(token)
+                    if len(made[i]) < parts[i].length:
+                        growing.append(i)
+            starts = [parts[i].end + len(made[i]) - 1 for i in growing]
+            ids = [np.array(made[i][-1:], dtype=np.int32) for i in growing]
+        return DraftResult(made, passes)
+
+    def _forward(
+        self,
+        ids: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]],
+        starts: Sequence[int],
+        tables: Sequence[list[int]],
+    ) -> Tensor:
+        """Compute consecutive tokens of some sequences. Return the last one's hidden states.
+
+        ids: int32 [tokens] of each sequence, those with one token first. starts: index of each
+        one's first token. tables: blocks of each sequence.
+        """
+        counts = [len(each) for each in ids]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        fields = self._staging.lay_out(sum(counts), tables)
+        # Ids that only the engine's model has stand for parts of images, or are never drawn.
+        np.minimum(np.concatenate(ids), self._decoder.spec.vocab_size - 1, out=fields.token_ids)
+        fields.query_starts[0] = 0
+        np.cumsum(counts, out=fields.query_starts[1:])
+        fields.context_lengths[:] = ends
+        owners = np.repeat(np.arange(len(counts)), counts)
+        shifts = (fields.context_lengths - fields.query_starts[1:])[owners]
+        np.add(np.arange(len(owners)), shifts, out=fields.positions)
+        blocks, offsets = np.divmod(fields.positions, self._cache.block_size)
+        places = fields.block_tables[owners, 0, blocks].astype(np.int64)
+        np.add(places * self._cache.block_size, offsets, out=fields.slots[0])
+        num_decodes = counts.count(1)
+        is_partial = num_decodes < len(counts)
+        if is_partial:
+            fields.output_starts[:] = np.arange(len(counts) + 1)
+            fields.output_rows[: len(counts)] = fields.query_starts[1:] - 1
+        staged = self._staging.send()
+        outputs = None
+        if is_partial:
+            indices = staged.output_rows[: len(counts)]
+            outputs = OutputRows(indices, staged.output_starts, (1,) * len(counts))
+        batch = StepBatch(
+            token_ids=staged.token_ids,
+            positions=staged.positions,
+            slots=staged.slots[0],
+            query_starts=staged.query_starts,
+            context_lengths=staged.context_lengths,
+            block_tables=staged.block_tables[:, 0],
+            num_decodes=num_decodes,
+            query_lengths_host=tuple(counts),
+            context_lengths_host=tuple(ends),
+            output_rows=outputs,
+        )
+        return self._decoder.forward(batch, self._cache)
+
+    def _most_likely(self, hidden: Tensor, rows: list[int]) -> list[int]:
+        """Return the most likely id behind some rows; -1 for NaN on a CPU."""
+        if not rows:
+            Mark(hidden.device).wait()  # so that the time of the pass is known
+            return []
+        if len(rows) < len(hidden):
+            hidden = hidden[to_device(torch.tensor(rows), hidden.device)]
+        if self._decoder.has_argmax:
+            ids: list[int] = self._decoder.argmax(hidden).tolist()
+            return ids
+        found: list[int] = self._decoder.logits(hidden).argmax(-1).tolist()
+        return found

@@ -1,0 +1,52 @@
+"""Plan of the draft model's passes before a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from services.engine.scheduling.sequence import TokenSequence
+
+__all__ = ["DraftLimits", "DraftPart", "DraftResult", "PassTime"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """Limits of a draft model."""
+
+    context_length: int
+    """Most tokens of a sequence"""
+    pass_tokens: int
+    """Most tokens of a pass"""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPart:
+    """Tokens of one sequence that the draft model computes."""
+
+    sequence: TokenSequence
+    start: int
+    """Index of the first token that it computes"""
+    end: int
+    """Index after the last one, which is the newest token if draft tokens are made"""
+    length: int
+    """Number of draft tokens to make; 0 = the draft model only computes a part of the prompt"""
+
+    @property
+    def count(self) -> int:
+        """Number of tokens of the first pass."""
+        return self.end - self.start
+
+
+class PassTime(NamedTuple):
+    """Duration of one pass."""
+
+    tokens: int
+    seconds: float
+
+
+class DraftResult(NamedTuple):
+    """What the draft model has made of a plan."""
+
+    tokens: Sequence[Sequence[int]]
+    """Draft tokens of each part"""
+    passes: Sequence[PassTime]

@@ -1,0 +1,280 @@
+"""Policy of a draft model: for which sequences it makes draft tokens, and how many.
+
+Draft tokens of a model cost time before any is accepted. So they are made where they are expected
+to save time, by measured times and by the share that was accepted lately. An account bounds the
+damage of wrong estimates: it holds the seconds that drafts have saved so far, and a small share of
+all other time, and drafts are made only as long as it can pay for them. Where drafts save nothing,
+the share pays for a trial now and then.
+"""
+
+from collections.abc import Sequence
+
+from services.engine.scheduling.cache_pools import CachePools
+from services.engine.scheduling.draft_lengths import DraftLengths, MadeDraft, MadeLengths
+from services.engine.scheduling.draft_pages import DraftPages
+from services.engine.scheduling.draft_plan import DraftLimits, DraftPart, DraftResult
+from services.engine.scheduling.sequence import TokenSequence
+from services.engine.scheduling.speculation import Acceptance
+from services.engine.scheduling.step_cost import StepTimes
+
+__all__ = ["ModelDrafts"]
+
+_MOST_MADE = 8
+"""Most draft tokens of a sequence, because each takes a pass of the draft model"""
+_MOST_LAG = 16
+"""Most tokens that the draft model computes in the pass that makes the first draft token"""
+_FIRST_CHUNK = 32
+"""Tokens of a prompt that it computes at once before the time of such a pass is known, and least"""
+_WORTH_TOKENS = 128
+"""Tokens of an answer over which the draft model's time for the prompt has to pay off"""
+_COMMON_MEMORY = 0.97
+"""Weight of earlier drafts of all sequences against the newest: some thirty are remembered"""
+_FREE_STEPS, _MOST_STEPS = 16, 256
+"""Steps without drafts whose time the account holds at first, and at most"""
+_ALLOWANCE = 0.01
+"""Share of the time of all steps that trials may take"""
+_TRIAL_STEPS, _TRIAL_LENGTH, _TRIAL_RATE = 64, 4, 0.8
+"""Steps without drafts before a trial, the number of its draft tokens, and the acceptance that must
+be worth its time"""
+_NEAR = 4
+"""Most size classes between a pass and a measured one that stands for it"""
+_REST = 4
+"""Steps between two decisions as long as no draft is worth its time: a decision takes time, too"""
+
+
+class ModelDrafts:
+    """Drafts of a draft model: their plan, their acceptance and their costs."""
+
+    def __init__(self, limits: DraftLimits, lengths: DraftLengths, caches: CachePools) -> None:
+        self._limits = limits
+        self._lengths = lengths
+        self._caches = caches
+        self._pages = DraftPages(caches.block_size)
+        self._passes = StepTimes()
+        self._token_seconds = 0.0
+        """Seconds of a token of the longest pass so far; 0 = no pass of a prompt was measured"""
+        self._longest = 0
+        self._common = Acceptance(_COMMON_MEMORY)
+        self._balance: float | None = None
+        """Seconds that drafts may take; None = no step was measured"""
+        self._spent = 0.0
+        """Seconds of the draft model's passes since the last step"""
+        self._drafted = self._accepted = 0
+        """Draft tokens that the newest step has verified, and the accepted ones"""
+        self._idle = 0
+        """Number of steps since the last draft"""
+        self._rest = 0
+        """Number of decisions to skip"""
+        self._trial: TokenSequence | None = None
+        """Sequence whose next draft is a trial"""
+
+    def leave(self, sequence: TokenSequence) -> None:
+        """Note that a sequence gives its blocks back."""
+        self._pages.leave(sequence)
+        if self._trial is sequence:
+            self._trial = None
+
+    def rate(self, sequence: TokenSequence) -> float:
+        """Return the probability with which a sequence's next draft token is accepted.
+
+        A trial counts as good, so that its draft is computed.
+        """
+        if sequence is self._trial:
+            return _TRIAL_RATE
+        return sequence.speculation.model_rate(self._common.rate())
+
+    def plan(
+        self, streams: int, sequences: Sequence[TokenSequence], most: int
+    ) -> Sequence[DraftPart]:
+        """Return what the draft model is to compute before the next step. Allocates blocks.
+
+        streams: sequences of the step. sequences: those that may have a draft. most: most tokens of
+        each draft.
+        """
+        if not sequences or self._balance is None or self._balance <= 0:
+            return ()
+        if self._rest and self._trial is None:
+            self._rest -= 1
+            return ()
+        if self._caches.num_free <= len(sequences):
+            return ()  # drafts would have sequences preempted
+        drafts = {each: self._draft(each, most) for each in sequences}
+        parts, lags = self._parts(streams, drafts)
+        if not parts:
+            parts = self._trial_parts(streams, drafts, lags)
+        if not parts:
+            self._rest = _REST
+        return [part for part in parts if self._has_room(part)]
+
+    def take(self, parts: Sequence[DraftPart], result: DraftResult) -> None:
+        """Take what the draft model has made of a plan."""
+        for part, made in zip(parts, result.tokens, strict=True):
+            self._pages.write(part.sequence, part.end, made[:-1])
+            if made:
+                part.sequence.speculation.made = part.sequence.length, made
+        for tokens, seconds in result.passes:
+            known = self._passes.nearest(tokens, _NEAR)
+            # other programs make single passes longer, which says nothing about drafts
+            self._spent += seconds if known is None else min(seconds, 2 * known)
+            self._passes.learn(tokens, seconds)
+            if tokens >= self._longest:
+                self._longest = tokens
+                self._token_seconds = (self._passes.nearest(tokens) or 0.0) / tokens
+
+    def learn(self, sequence: TokenSequence, drafted: int, accepted: int) -> None:
+        """Take the outcome of a draft."""
+        self._common.learn(drafted, accepted)
+        self._drafted += drafted
+        self._accepted += accepted
+        self._idle = 0
+        if sequence is self._trial:
+            self._trial = None
+
+    def settle(self, streams: int, rows: int, drafted: int, seconds: float) -> None:
+        """Book a step.
+
+        streams: sequences whose newest token it computed; rows: these tokens, with draft tokens;
+        drafted: draft tokens of all sources.
+        """
+        self._idle += 1
+        plain = self._lengths.plain_seconds(streams) if streams else None
+        if plain is not None:
+            if self._balance is None:
+                self._balance = _FREE_STEPS * plain
+            saved = -self._spent
+            if self._drafted:
+                share = min(self._drafted / max(drafted, 1), 1.0)
+                saved += self._accepted / streams * plain
+                saved -= share * (self._lengths.slowdown(streams, rows) - 1) * plain
+            self._balance += saved + _ALLOWANCE * seconds
+            self._balance = min(self._balance, _MOST_STEPS * plain)
+            self._spent = 0.0
+        self._drafted = self._accepted = 0
+
+    def _draft(self, sequence: TokenSequence, most: int) -> MadeDraft:
+        """Return the draft that a sequence may have once the draft model has reached its end."""
+        room = min(most, _MOST_MADE, sequence.room)
+        room = min(room, self._limits.context_length - sequence.length)
+        return MadeDraft(self.rate(sequence), max(room, 0), 2)
+
+    def _parts(
+        self, streams: int, drafts: dict[TokenSequence, MadeDraft]
+    ) -> tuple[list[DraftPart], dict[TokenSequence, int]]:
+        """Return the parts that are expected to save time, and by sequence the draft model's lag.
+
+        The lags are empty if nothing is worth its time.
+        """
+        together = self._lengths.choose_made(streams, [*drafts.values()], self._pass_seconds)
+        if not any(together.lengths):
+            return [], {}
+        lags = self._lags(drafts)
+        ready = [each for each in drafts if lags[each] <= _MOST_LAG]
+        made = together
+        if len(ready) < len(drafts) or any(lags[each] > 2 for each in ready):
+            known = [MadeDraft(drafts[each].rate, drafts[each].most, lags[each]) for each in ready]
+            made = self._lengths.choose_made(streams, known, self._pass_seconds)
+        parts = [
+            DraftPart(each, each.length - lags[each], each.length, length)
+            for each, length in zip(ready, made.lengths, strict=True)
+            if length
+        ]
+        parts = parts[: self._limits.pass_tokens // _MOST_LAG]
+        late = self._late(drafts, together, lags)
+        if late is not None and (part := self._chunk(streams, late, lags[late], made.seconds)):
+            parts.append(part)
+        if made.seconds > (self._balance or 0.0):
+            return [], lags
+        return parts, lags
+
+    def _lags(self, sequences: "dict[TokenSequence, MadeDraft]") -> dict[TokenSequence, int]:
+        """Return the number of tokens of each sequence that the draft model lacks."""
+        return {each: each.length - self._pages.count_computed(each) for each in sequences}
+
+    def _late(
+        self,
+        drafts: dict[TokenSequence, MadeDraft],
+        together: MadeLengths,
+        lags: dict[TokenSequence, int],
+    ) -> TokenSequence | None:
+        """Return the sequence whose prompt the draft model should compute next, if there is one.
+
+        together: lengths if it had computed all of them. The sequence that lacks least comes first,
+        if its answer may repay the time.
+        """
+        number = sum(length > 0 for length in together.lengths)
+        late = [
+            (lags[each], i)
+            for i, (each, length) in enumerate(zip(drafts, together.lengths, strict=True))
+            if length and lags[each] > _MOST_LAG
+        ]
+        if not late:
+            return None
+        lag, i = min(late)
+        sequence, draft = list(drafts.items())[i]
+        expected = sum(draft.rate**depth for depth in range(together.lengths[i] + 1))
+        steps = min(sequence.room, _WORTH_TOKENS) / expected
+        worth = steps * together.saved / number
+        return sequence if worth > lag * self._token_seconds else None
+
+    def _chunk(
+        self, streams: int, sequence: TokenSequence, lag: int, others: float
+    ) -> DraftPart | None:
+        """Return a chunk of a prompt that takes about as long as a step; None = no time is left.
+
+        others: seconds of the passes that make draft tokens.
+        """
+        count = _FIRST_CHUNK
+        if self._token_seconds:
+            plain = self._lengths.plain_seconds(streams) or 0.0
+            left = min(plain, (self._balance or 0.0) - others)
+            if left <= 0:
+                return None
+            count = max(int(left / self._token_seconds), _FIRST_CHUNK)
+        start = sequence.length - lag
+        end = start + min(count, self._limits.pass_tokens // 2, lag - 1)
+        return DraftPart(sequence, start, end, 0)
+
+    def _trial_parts(
+        self,
+        streams: int,
+        drafts: dict[TokenSequence, MadeDraft],
+        lags: dict[TokenSequence, int],
+    ) -> list[DraftPart]:
+        """Return a part of a trial, if one is due and could show that drafts save time."""
+        if self._trial not in drafts and not self._begin_trial(streams, drafts):
+            return []
+        trial = self._trial
+        assert trial is not None
+        lag = lags[trial] if lags else self._lags({trial: drafts[trial]})[trial]
+        if lag > _MOST_LAG:
+            part = self._chunk(streams, trial, lag, 0.0)
+            return [] if part is None else [part]
+        length = min(_TRIAL_LENGTH, drafts[trial].most)
+        return [DraftPart(trial, trial.length - lag, trial.length, length)] if length else []
+
+    def _begin_trial(self, streams: int, drafts: dict[TokenSequence, MadeDraft]) -> bool:
+        """Choose the sequence of a trial. Return False if none is due or can be paid for."""
+        if self._idle < _TRIAL_STEPS:
+            return False
+        good = [MadeDraft(_TRIAL_RATE, each.most, 2) for each in drafts.values()]
+        if not any(self._lengths.choose_made(streams, good, self._pass_seconds).lengths):
+            return False
+        lags = self._lags(drafts)
+        lag, index = min((lag, i) for i, lag in enumerate(lags.values()))
+        passes = self._pass_seconds(lag) + (_TRIAL_LENGTH - 1) * self._pass_seconds(1)
+        if passes > (self._balance or 0.0):
+            return False
+        self._trial = list(drafts)[index]
+        return True
+
+    def _pass_seconds(self, tokens: int) -> float:
+        """Return the estimated seconds of a pass of so many tokens.
+
+        The estimate is low until a pass of about this size was measured, so that one is tried.
+        """
+        measured = self._passes.nearest(tokens, _NEAR)
+        return tokens * self._token_seconds if measured is None else measured
+
+    def _has_room(self, part: DraftPart) -> bool:
+        """Make room for a part's draft tokens. Return False if blocks are too few."""
+        return not part.length or self._caches.grow(part.sequence, part.end + part.length)
