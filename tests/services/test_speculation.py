@@ -15,6 +15,7 @@ from tokenwire.channel import connect
 from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest, SequenceFinished
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
 from tokenwire.pb.types.v1.types_pb2 import (
+    DRAFT_SOURCE_DRAFT_MODEL,
     DRAFT_SOURCE_PREDICTION,
     GrammarSpec,
     SamplingParams,
@@ -143,3 +144,43 @@ async def test_expected_answer_is_drafted_and_keeps_the_output(
         refused = GenerateRequest(prompts=plain.prompts, n=2, prediction=TokenIds(ids=[1]))
         with pytest.raises(grpc.aio.AioRpcError, match="one prompt and n = 1"):
             await anext(aiter(EngineServiceStub(channel).Generate(refused)))
+
+
+async def test_draft_model_is_counted_and_keeps_the_output(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "engine.log"
+    arguments = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "128MiB")
+    requests = [
+        GenerateRequest(
+            prompts=[TokenIds(ids=[40, 41, first])],
+            sampling=SamplingParams(temperature=temperature, seed=5),
+            stopping=StoppingParams(max_tokens=60, ignore_eos=True),
+        )
+        for first in (42, 43)
+        for temperature in (0, 1)
+    ]
+    plain, _ = await run(embedded_model, requests, tmp_path / "plain.log")
+    async with (
+        running_service(
+            "engine", *arguments, "--draft", str(embedded_model), log=log
+        ) as engine,
+        connect(engine.target) as channel,
+    ):
+        accepted = 0
+        for each, [ids, _] in zip(requests, batched(plain), strict=True):
+            found: list[int] = []
+            async for event in EngineServiceStub(channel).Generate(each):
+                found += event.delta.tokens.ids
+                for drafts in event.completed.usage.drafts:
+                    assert drafts.source == DRAFT_SOURCE_DRAFT_MODEL
+                    accepted += drafts.accepted_tokens
+            assert ids == {0: found}
+        metrics = await metrics_of(engine.target)
+    name = 'tokenwire_engine_accepted_draft_tokens_total{source="draft_model"}'
+    assert metrics[name] >= accepted > 0
+
+
+def batched(outputs: list[object]) -> Iterable[tuple[object, object]]:
+    """Return the tokens and the ends of each request."""
+    return zip(outputs[::2], outputs[1::2], strict=True)

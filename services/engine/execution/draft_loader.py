@@ -67,12 +67,12 @@ def load_draft(
             difference = find_difference(directory, model, sizes)
     except CheckpointError as error:
         raise StartupError(f"--draft {path}: {error}") from None
+    _require_draft(path, decoder, target)
     if difference is not None:
         raise StartupError(
             f"--draft {path} has another vocabulary: {difference}. Use a model with the same "
             "tokenizer."
         )
-    _require_draft(path, decoder, target)
     tokens = max(_PASS_TOKENS, max_running)
     further = 0
     if decoder.device.type == "cpu":

@@ -85,6 +85,8 @@ def load(settings: EngineSettings) -> LoadedModel:
     Raises CheckpointError or StartupError.
     """
     rank = Rank.from_environment()
+    if settings.draft and not rank.is_alone:
+        raise StartupError("--draft is for engines of one rank. Start without it.")
     device = _device(settings.device, rank)
     if threads := rank.threads(settings.threads):
         torch.set_num_threads(threads)
@@ -129,7 +131,7 @@ def load(settings: EngineSettings) -> LoadedModel:
             "kernels for": str(instruction_set()),
         }
     )
-    draft = _load_draft(settings, decoder, rank)
+    draft = _load_draft(settings, decoder)
     need = _cache_need(settings, decoder, 0 if draft is None else draft.block_bytes)
     if device.type == "cuda":
         wanted = wanted_context(settings.context_length, need.model_context)
@@ -161,12 +163,10 @@ def load(settings: EngineSettings) -> LoadedModel:
     )
 
 
-def _load_draft(settings: EngineSettings, decoder: Model, rank: Rank) -> LoadedDraft | None:
+def _load_draft(settings: EngineSettings, decoder: Model) -> LoadedDraft | None:
     """Load the model of --draft, if it is stated. Raises StartupError."""
     if not settings.draft:
         return None
-    if not rank.is_alone:
-        raise StartupError("--draft is for engines of one rank. Start without it.")
     path = Path(settings.draft)
     kv_dtype = _kv_dtype(settings)
     return load_draft(path, settings.model, decoder, kv_dtype, settings.max_running)

@@ -41,7 +41,7 @@ If the noise lies that close to the border between two tokens, rounding decides.
 examples, one draw in some hundred thousand would fail."""
 
 
-def make_checkpoint(directory: Path, seed: int = 5) -> Path:
+def make_checkpoint(directory: Path, seed: int = 5, vocabulary: int = VOCABULARY) -> Path:
     """Write a Llama of 2 layers whose greedy output depends on its input."""
     hidden, inner, heads, kv_heads, dim = 32, 48, 4, 2, 8
     generator = torch.Generator().manual_seed(seed)
@@ -50,7 +50,7 @@ def make_checkpoint(directory: Path, seed: int = 5) -> Path:
         return torch.randn(*shape, generator=generator) * 0.3
 
     tensors = {
-        "model.embed_tokens.weight": weight(VOCABULARY, hidden),
+        "model.embed_tokens.weight": weight(vocabulary, hidden),
         "model.norm.weight": torch.ones(hidden),
     }
     for layer in range(2):
@@ -76,7 +76,7 @@ def make_checkpoint(directory: Path, seed: int = 5) -> Path:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": dim,
-        "vocab_size": VOCABULARY,
+        "vocab_size": vocabulary,
         "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
@@ -88,8 +88,8 @@ def make_checkpoint(directory: Path, seed: int = 5) -> Path:
     return directory
 
 
-def load_tiny(directory: Path, seed: int = 5) -> Model:
-    return load_model(make_checkpoint(directory, seed), torch.float32)
+def load_tiny(directory: Path, seed: int = 5, vocabulary: int = VOCABULARY) -> Model:
+    return load_model(make_checkpoint(directory, seed, vocabulary), torch.float32)
 
 
 def make_loop(
@@ -107,6 +107,7 @@ def make_loop(
     block: int = BLOCK,
     runner: Callable[[Model, KVCache, StepCapacity | None], ModelRunner] = ModelRunner,
     draft: Model | None = None,
+    draft_model: type[DraftModel] = DraftModel,
 ) -> StepLoop:
     """Return a loop whose clock advances by the next of `ticks`, in a cycle, at each reading.
 
@@ -116,7 +117,7 @@ def make_loop(
     drafts = None
     if draft is not None:
         own = draft.allocate_cache(blocks, block)
-        drafts = DraftModel(draft, own, VOCABULARY, 64, lambda: next(clock))
+        drafts = draft_model(draft, own, decoder.spec.vocab_size, 64, lambda: next(clock))
     limits = SchedulerLimits(
         running,
         step_tokens,

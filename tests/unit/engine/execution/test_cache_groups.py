@@ -1,5 +1,6 @@
 """Groups of caches in a running engine: answers stay, memory of windows and states is bounded."""
 
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from services.common.json_values import Json
 from services.engine.execution.cache_need import CacheNeed, GroupNeed
+from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.loaded_model import load
 from services.engine.execution.model_runner import ModelRunner
 from services.engine.loop.request_table import LoopLimits
@@ -68,14 +70,28 @@ def limits_of(decoder: Model, blocks: int, slots: int) -> CacheLimits:
     return CacheLimits(BLOCK, groups, slots if decoder.state_bytes else 0, 64, chunk_tokens=CHUNK)
 
 
-def loop_of(decoder: Model, limits: CacheLimits, *, speculate: bool = False) -> StepLoop:
+def loop_of(
+    decoder: Model, limits: CacheLimits, *, speculate: bool = False, draft: Model | None = None
+) -> StepLoop:
+    """Return a loop. draft: model that makes draft tokens, which take no time."""
+    model = None
+    if draft is not None:
+        blocks = [limits.groups[0].num_blocks] * len(layer_groups(draft.spec))
+        pages = draft.allocate_cache(blocks, BLOCK)
+        model = DraftModel(draft, pages, decoder.spec.vocab_size, 128, lambda: 0.0)
+    clock = itertools.count()
     cache = decoder.allocate_cache(
         [group.num_blocks for group in limits.groups], BLOCK, limits.state_slots
     )
     caches = CachePools(limits)
-    scheduler = Scheduler(SchedulerLimits(4, CHUNK, 2.0, 32, speculate), caches)
+    drafts = None if model is None else model.limits
+    scheduler = Scheduler(SchedulerLimits(4, CHUNK, 2.0, 32, speculate, draft=drafts), caches)
     return StepLoop(
-        scheduler, ModelRunner(decoder, cache), LoopLimits(frozenset(), 100), lambda: 0.0
+        scheduler,
+        ModelRunner(decoder, cache),
+        LoopLimits(frozenset(), 100),
+        lambda: float(next(clock)),
+        draft=model,
     )
 
 
@@ -102,22 +118,36 @@ def is_greedy(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> b
     return torch.equal(best[len(prompt) - 1 : -1], torch.tensor(answer))
 
 
-@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("drafter", ["none", "n-grams", "model"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_equal_transformers_however_scarce_the_caches(
-    family: str, speculate: bool, tmp_path: Path
+    family: str, drafter: str, tmp_path: Path
 ) -> None:
     """Prompts come in chunks, share beginnings, preempt each other, and come again."""
     reference = make_checkpoint(tmp_path, CONFIGS[family])
     decoder = load_model(tmp_path, torch.float32)
+    draft = draft_of(decoder, tmp_path / "draft") if drafter == "model" else None
     common = random_tokens(70, 1).tolist()
     prompts = [common + random_tokens(20 + 30 * i, 2 + i).tolist() for i in range(3)]
     prompts.append(random_tokens(8, 9).tolist() * 6)  # drafts repeat it
-    loop = loop_of(decoder, limits_of(decoder, 10, 7), speculate=speculate)
+    loop = loop_of(decoder, limits_of(decoder, 10, 7), speculate=drafter == "n-grams", draft=draft)
     first, second = (tokens_of(loop, prompts, 8) for _ in range(2))
     assert first == second
     assert [len(answer) for answer in first] == [8] * len(prompts)
     assert all(map(partial(is_greedy, reference), prompts, first))
+    if draft is decoder:
+        [total] = loop.take_output().load.drafts
+        assert total.accepted > 0
+
+
+def draft_of(decoder: Model, directory: Path) -> Model | None:
+    """Return the model itself if it can draft, else a Llama; None if it takes no draft model."""
+    if layer_groups(decoder.spec)[0].window:
+        return None
+    if not decoder.state_bytes:
+        return decoder
+    make_checkpoint(directory, CONFIGS["llama"])
+    return load_model(directory, torch.float32)
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "gemma3", "mamba2"])

@@ -54,9 +54,17 @@ def generate(
     neighbours: int = 0,
     speculate: bool = False,
     overlaps: bool = False,
+    draft: Model | None = None,
 ) -> list[Output]:
     """Return the outputs of the request (handle 1), which runs beside unconstrained ones."""
-    loop = make_loop(decoder, blocks=blocks, step_tokens=32, speculate=speculate, overlaps=overlaps)
+    loop = make_loop(
+        decoder,
+        blocks=blocks,
+        step_tokens=32,
+        speculate=speculate,
+        overlaps=overlaps,
+        draft=draft,
+    )
     grammar = Grammar(allowed, jumps, cycle(lateness))
     free = [make_request(2 + i, [[7 + i, 9]], max_tokens=20) for i in range(neighbours)]
     commands: list[Command] = [*free, request]
@@ -130,7 +138,7 @@ KINDS: dict[str, Callable[..., AddRequest]] = {
 @given(
     allowed=REPEATED,
     jumps=st.booleans(),
-    mode=st.sampled_from(["plain", "speculate", "overlaps"]),
+    mode=st.sampled_from(["plain", "speculate", "overlaps", "draft model"]),
     max_tokens=st.integers(2, 24),
     lateness=st.lists(st.integers(0, 5), min_size=1, max_size=5),
     neighbours=st.integers(0, 2),
@@ -158,6 +166,7 @@ def test_forced_and_draft_tokens_and_late_masks_do_not_change_the_output(
         neighbours=neighbours,
         speculate=mode == "speculate",
         overlaps=mode == "overlaps",
+        draft=decoder if mode == "draft model" else None,
     )
     (seen, numbers), (expected, their_numbers) = visible(at_once), visible(one_by_one)
     assert seen == expected
