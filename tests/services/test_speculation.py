@@ -162,9 +162,7 @@ async def test_draft_model_is_counted_and_keeps_the_output(
     ]
     plain, _ = await run(embedded_model, requests, tmp_path / "plain.log")
     async with (
-        running_service(
-            "engine", *arguments, "--draft", str(embedded_model), log=log
-        ) as engine,
+        running_service("engine", *arguments, "--draft", str(embedded_model), log=log) as engine,
         connect(engine.target) as channel,
     ):
         accepted = 0
