@@ -58,6 +58,34 @@ def _said(process: "subprocess.Popen[str]") -> str:
     return next(line for line in process.stderr if line.startswith("tokenwire: "))
 
 
+def test_shims_share_the_port_and_one_that_ends_loses_no_request(tmp_path: Path) -> None:
+    """The kernel divides connections by their ports, so each shim gets some of many."""
+    ports = free_ports(5)
+    process = _started(ports, tmp_path, "--shims", "2", "--tokenizers", "2")
+    url = f"http://127.0.0.1:{ports[0]}/v1/completions"
+    body = {"prompt": "def ", "max_tokens": 4, "temperature": 0}
+    assert process.stdout is not None
+    metrics = re.findall(r"http://\S+/metrics", process.stdout.readline())
+    children = _children(process.pid)
+    assert (len(metrics), len(children)) == (2, 7)
+
+    def texts() -> set[str]:
+        answers = [httpx.post(url, json=body, timeout=300) for _ in range(32)]
+        assert {answer.status_code for answer in answers} == {200}
+        return {answer.json()["choices"][0]["text"] for answer in answers}
+
+    before = texts()
+    assert len(before) == 1
+    for each in metrics:
+        assert 'route="/v1/completions",status="200"' in httpx.get(each).text
+    second = str(httpx.URL(metrics[1]).port)
+    os.kill(next(pid for pid, command in children.items() if second in command), signal.SIGKILL)
+    assert texts() == before
+    assert _said(process).startswith("tokenwire: http_shim 2 ended with signal SIGKILL")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 0
+
+
 def test_service_that_ends_is_started_again_and_no_request_is_refused(tmp_path: Path) -> None:
     """A restart by hand or the OOM killer must not stop the other services."""
     ports = free_ports(5)

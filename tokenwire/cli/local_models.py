@@ -153,7 +153,7 @@ def _time(seconds: float) -> str:
 async def _show(options: argparse.Namespace) -> int:
     from services.common.model_files.model_name import find_model
     from tokenwire.serving.model_facts import read_facts
-    from tokenwire.serving.stack_layout import ServeError
+    from tokenwire.serving.serve_options import ServeError
 
     named = find_model(options.model)
     path = named.on_disk()

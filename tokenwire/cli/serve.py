@@ -16,7 +16,7 @@ from tokenwire.cli.output import print_error
 from tokenwire.flag_parser import FlagParser
 
 if TYPE_CHECKING:
-    from tokenwire.serving.stack_layout import ServeOptions
+    from tokenwire.serving.serve_options import ServeOptions
 
 __all__ = ["add_commands", "add_flags"]
 
@@ -89,7 +89,7 @@ def add_flags(serve: FlagParser, file: ConfigFile) -> None:
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    from tokenwire.serving.stack_layout import ServeError, ServeOptions
+    from tokenwire.serving.serve_options import ServeError, ServeOptions
     from tokenwire.serving.supervisor import supervise
 
     if options.model is not None and options.named_model is not None:
@@ -166,7 +166,7 @@ def _folders(stated: list[str] | None) -> tuple[Path, ...] | None:
     Raises ServeError for a name that is no folder: the server would have no models.
     """
     from tokenwire.serving.model_folders import default_folders
-    from tokenwire.serving.stack_layout import ServeError
+    from tokenwire.serving.serve_options import ServeError
 
     if stated is None:
         return None
@@ -244,6 +244,21 @@ def _add_models(serve: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="Engines of the model, which share the cores or take a GPU each (default: 1).",
+    )
+    serve.add_argument(
+        "--tokenizers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Tokenizer services of a model; 0 = one, or one for four cores before a GPU, up to "
+        "four (default: 0).",
+    )
+    serve.add_argument(
+        "--shims",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Processes that serve HTTP on the same port; 0 = as for --tokenizers (default: 0).",
     )
 
 

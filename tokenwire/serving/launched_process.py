@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.hangup import block_hangup
-from tokenwire.serving.stack_layout import ServeError
+from tokenwire.serving.serve_options import ServeError
 
 __all__ = ["LaunchedProcess", "launch"]
 

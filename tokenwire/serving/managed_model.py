@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from tokenwire.errors import ServiceError
 from tokenwire.pb.models.v1 import model_manager_pb2 as pb
-from tokenwire.serving.stack_layout import CatalogPlan, Service
+from tokenwire.serving.service import Service
+from tokenwire.serving.stack_layout import CatalogPlan
 
 __all__ = ["ManagedModel", "ModelLease", "OnDemandModel", "has_on_demand", "on_demand_models"]
 

@@ -28,7 +28,7 @@ from services.engine.sequence_memory import sequence_memory
 from services.engine.start_check import checkpoint_config, memory_by_weights
 from services.tokenizer.template_facts import ChatFacts, read_chat_facts
 from tokenwire.errors import ServiceError
-from tokenwire.serving.stack_layout import ServeError
+from tokenwire.serving.serve_options import ServeError
 
 __all__ = ["ModelFacts", "read_facts"]
 

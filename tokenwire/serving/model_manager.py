@@ -29,8 +29,9 @@ from tokenwire.serving.load_errors import (
 from tokenwire.serving.load_plan import Resident, Room, plan_load
 from tokenwire.serving.managed_model import ManagedModel, ModelLease, OnDemandModel
 from tokenwire.serving.model_watch import ModelWatch
+from tokenwire.serving.serve_options import ServeError
+from tokenwire.serving.service import Service
 from tokenwire.serving.service_log import report
-from tokenwire.serving.stack_layout import ServeError, Service
 
 __all__ = ["ModelManager", "ModelProcesses"]
 

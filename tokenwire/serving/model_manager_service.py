@@ -24,7 +24,7 @@ from tokenwire.pb.models.v1.model_manager_pb2_grpc import (
 )
 from tokenwire.serving.cached_models import CachedModels
 from tokenwire.serving.model_manager import ModelManager
-from tokenwire.serving.stack_layout import ServeError
+from tokenwire.serving.serve_options import ServeError
 from tokenwire.token_file import TokenFile
 
 __all__ = ["ModelManagerServicer", "serve_manager"]

@@ -13,8 +13,9 @@ from typing import Any
 
 from services.common.exit_status import exit_status
 from tokenwire.serving.launched_process import LaunchedProcess, launch
+from tokenwire.serving.serve_options import LogPlace, ServeError
+from tokenwire.serving.service import Service
 from tokenwire.serving.service_log import FileLog, ServiceLog, StderrLog, report
-from tokenwire.serving.stack_layout import LogPlace, ServeError, Service
 
 __all__ = ["ServiceProcess"]
 

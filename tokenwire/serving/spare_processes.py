@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from services.common.standby import STANDBY
 from tokenwire.serving.launched_process import LaunchedProcess, launch
-from tokenwire.serving.stack_layout import ServeError
+from tokenwire.serving.serve_options import ServeError
 
 __all__ = ["SpareProcesses"]
 

@@ -20,8 +20,9 @@ from services.engine.start_check import (
 )
 from services.http_shim.settings import HttpShimSettings
 from services.http_shim.settings import check as check_shim
+from tokenwire.serving.serve_options import ServeError
+from tokenwire.serving.service import Service
 from tokenwire.serving.service_flags import SETTINGS, Settings
-from tokenwire.serving.stack_layout import ServeError, Service
 
 __all__ = ["check_before_download", "check_services", "needed_memory"]
 

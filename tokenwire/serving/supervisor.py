@@ -6,7 +6,6 @@ import os
 import secrets
 import signal
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -18,10 +17,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from services.common.host_memory import free_host_memory
 from services.common.model_files.catalog_file import write_catalog
 from services.common.model_files.checkpoint_folder import served_name
-from services.common.network.addresses import address, listen
-from services.common.network.health import is_ready, is_serving, until_idle
+from services.common.network.addresses import address, listen, reachable
+from services.common.network.health import until_idle
 from services.common.temporary_folder import TemporaryFolder, remove_abandoned
 from tokenwire.errors import ServiceError
+from tokenwire.serving.announcements import (
+    note_uses,
+    print_models,
+    print_shims,
+    report_next_command,
+)
 from tokenwire.serving.load_plan import Room
 from tokenwire.serving.managed_model import has_on_demand, on_demand_models
 from tokenwire.serving.packed_folder import packed_folder, trim
@@ -33,23 +38,23 @@ from tokenwire.serving.running_servers import (
     register,
     unregister,
 )
+from tokenwire.serving.serve_options import ServeError, ServeOptions
 from tokenwire.serving.served_catalog import ServedCatalog
+from tokenwire.serving.service import Service
 from tokenwire.serving.service_log import StderrLog, flush_logs, report
+from tokenwire.serving.service_probes import POLL_SECONDS, serves, until_ready, until_up
 from tokenwire.serving.service_process import ServiceProcess
 from tokenwire.serving.spare_processes import SpareProcesses
 from tokenwire.serving.stack_layout import (
     CatalogPlan,
-    ServeError,
-    ServeOptions,
-    Service,
     edge_of_catalog,
     embedded_checkpoint,
     plan,
     plan_catalog,
-    require_free_ports,
 )
+from tokenwire.serving.stack_ports import manager_ports, require_free_ports
 from tokenwire.serving.start_check import check_services, needed_memory
-from tokenwire.serving.state_folder import note_use
+from tokenwire.serving.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     import grpc
@@ -59,7 +64,6 @@ if TYPE_CHECKING:
 
 __all__ = ["supervise"]
 
-_POLL_SECONDS = 0.1
 _FLUSH_SECONDS = 1.0
 _HELD_SECONDS = 30.0
 """Seconds after which the output of a start that shows no progress is written all the same"""
@@ -70,8 +74,6 @@ _MEMORY_SHARE = 0.8
 _READERS_OF_CATALOG = ("http_shim", "jobs")
 _SPARE_SECONDS = 1.0
 """Time after a load before processes for the next one are prepared"""
-_MOST_PRINTED = 20
-"""Most models that are printed"""
 _AT_ONCE_SECONDS = 2.0
 """Seconds after which a service is killed whose requests are not waited for"""
 _LONGEST_PAUSE = 30.0
@@ -113,23 +115,6 @@ async def supervise(options: ServeOptions) -> None:
         raise ServeError("Not every service stopped by itself.", exit_code=1)
 
 
-def _note_uses(services: Iterable[Service]) -> None:
-    """Note for `tokenwire list` that the services' models are in use."""
-    for service in services:
-        if service.name == "engine":
-            note_use(Path(service.checkpoint))
-
-
-def _report_next_command() -> None:
-    """Say what the embedded model is for, and how to serve one that can talk."""
-    by_make = os.environ.get(STARTED_BY) == "make"
-    command = "make serve MODEL=smollm2" if by_make else "tokenwire serve smollm2"
-    report(
-        "this is the embedded model of 6 million parameters: it shows the machinery, and can't "
-        f"talk. `{command}` serves one that can: 271 MB, Apache-2.0."
-    )
-
-
 def _new_token(folder: Path) -> Path:
     """Make a token by which the services of this stack know each other; return its file."""
     path = folder / "peer-token"
@@ -142,38 +127,12 @@ class _Stopped(Exception):  # noqa: N818 - not an error
     """Arrival of SIGINT or SIGTERM."""
 
 
-class _Signals:
-    """Signals to the supervisor: the first SIGINT or SIGTERM stops, the second kills.
-
-    SIGHUP, which a closing terminal sends, also stops, unless `on_hangup` gives it a meaning.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.stop: asyncio.Future[None] = self._loop.create_future()
-        self.kill: asyncio.Future[None] = self._loop.create_future()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, self._on_signal)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
-            self._loop.add_signal_handler(signal.SIGHUP, self._on_signal)
-
-    def on_hangup(self, callback: Callable[[], None]) -> None:
-        """Let SIGHUP call `callback` instead of stopping."""
-        self._loop.add_signal_handler(signal.SIGHUP, callback)
-
-    def _on_signal(self) -> None:
-        for future in (self.stop, self.kill):
-            if not future.done():
-                future.set_result(None)
-                return
-
-
 class _Stack:
     """Processes of the services, and their life cycle."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
-        self._signals = _Signals()
+        self._signals = StopSignals()
         self._reload_wanted = asyncio.Event()
         if options.log_dir is not None or options.serves_catalog:
             self._signals.on_hangup(self._on_hangup)
@@ -192,8 +151,8 @@ class _Stack:
         """Processes that have served, and are therefore restarted when they end"""
         self._pauses: dict[Service, float] = {}
         """Pause in seconds before the last restart of each service that has not served since"""
-        self._listener: socket.socket | None = None
-        """The shim's socket: connections wait there while the shim restarts"""
+        self._listeners: Sequence[socket.socket] = ()
+        """The shims' sockets: connections wait there while the shim restarts"""
         self._fatal_end: asyncio.Future[ServiceProcess] = asyncio.get_running_loop().create_future()
         """First required process that ended before it served"""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -206,48 +165,57 @@ class _Stack:
 
     async def run_model(self) -> None:
         """Run the services of one model. Raises _Stopped or ServeError."""
-        shim, *backend = plan(self._options)
-        require_free_ports(self._options)
-        check_services([shim, *backend])
-        self._listener = _listen(self._options)
-        await self._start(self._processes, [shim, *backend])
-        await self._while_alive(
-            _until_ready(backend, f"{self._options.scheme}://{shim.target}/ready")
-        )
-        self._announce(shim)
+        services = plan(self._options)
+        self._require_free_ports(services)
+        check_services(services)
+        self._listeners = _listen(self._options, services)
+        await self._start(self._processes, services)
+        await self._while_alive(until_ready(services, f"{self._url}/ready"))
+        self._announce()
         if self._options.model is None:
-            _report_next_command()
+            report_next_command()
         await self._while_alive(asyncio.Event().wait())
 
     async def run_catalog(self, resolved: Path) -> None:
         """Run the services of a catalog. Raises _Stopped or ServeError."""
         current = await asyncio.to_thread(plan_catalog, self._options)
-        require_free_ports(self._options)
-        self._listener = _listen(self._options)
-        write_catalog(resolved, current.models)
         has_demand = self._options.models is not None or has_on_demand(current)
-        shim, *jobs = edge_of_catalog(self._options, resolved, has_manager=has_demand)
+        edge = edge_of_catalog(self._options, resolved, has_manager=has_demand)
+        self._require_free_ports(edge)
+        self._listeners = _listen(self._options, edge)
+        write_catalog(resolved, current.models)
         backend = _lasting_services(current)
-        check_services([shim, *jobs, *backend])
+        check_services([*edge, *backend])
         self._catalog = ServedCatalog(resolved, current)
         if has_demand:
             await self._start_manager(current)
-        await self._start(self._processes, [shim, *jobs, *backend])
+        await self._start(self._processes, [*edge, *backend])
         probe = "ready" if backend else "health"  # remote backends may start later
-        await self._while_alive(
-            _until_ready([*jobs, *backend], f"{self._options.scheme}://{shim.target}/{probe}")
-        )
+        await self._while_alive(until_ready([*edge, *backend], f"{self._url}/{probe}"))
         self._serving.update(self._processes)
         if current.first and self._manager is not None:
             await self._while_alive(self._load_first(self._manager, current.first))
-        self._announce(shim)
+        self._announce()
         if has_demand:
             self._spawn(self._prepare_spares())
-        _print_models(current)
+        print_models(current)
         while True:
             await self._while_alive(self._reload_wanted.wait())
             self._reload_wanted.clear()
             await self._while_alive(self._reload())
+
+    @property
+    def _url(self) -> str:
+        """URL of the HTTP server."""
+        place = address(reachable(self._options.host), self._options.port)
+        return f"{self._options.scheme}://{place}"
+
+    def _require_free_ports(self, services: Iterable[Service]) -> None:
+        """Raise ServeError for a port of the services or the manager that is in use."""
+        ports = [port for service in services for port in service.ports]
+        if self._options.models is not None:
+            ports += manager_ports(self._options)
+        require_free_ports(ports)
 
     async def _start_manager(self, plan: CatalogPlan) -> None:
         """Start the manager of the models on demand, and its gRPC service. Raises ServeError."""
@@ -293,8 +261,8 @@ class _Stack:
         clean = all([await self._stop(process) for process in processes])
         if self._manager_server is not None:  # after the services that follow its states
             await self._manager_server.stop(None)
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         return clean
 
     async def _start(self, among: list[ServiceProcess], services: Sequence[Service]) -> None:
@@ -308,7 +276,8 @@ class _Stack:
             spare = self._spares.take(service.name, service.arguments)
             if spare is not None:
                 return ServiceProcess.adopt(service, spare, self._options.logs, self._stderr_log)
-        listener = self._listener if service.name == "http_shim" else None
+        is_shim = service.name == "http_shim"
+        listener = self._listeners[service.replica - 1] if is_shim else None
         return await ServiceProcess.start(service, self._options.logs, self._stderr_log, listener)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -371,12 +340,9 @@ class _Stack:
         self._spawn(self._mark_serving(again))
 
     async def _mark_serving(self, process: ServiceProcess) -> None:
-        target = process.service.target
-        is_shim = process.service.name == "http_shim"
-        probe = _answers if is_shim else is_serving
-        place = f"{self._options.scheme}://{target}/health" if is_shim else target
-        while process.returncode is None and not await probe(place):  # noqa: ASYNC110 - as _until
-            await asyncio.sleep(_POLL_SECONDS)
+        service = process.service
+        while process.returncode is None and not await serves(service):  # noqa: ASYNC110 - as _until
+            await asyncio.sleep(POLL_SECONDS)
         if process not in self._processes or process.returncode is not None:
             return  # the one that serves is its successor
         self._serving.add(process)
@@ -410,17 +376,18 @@ class _Stack:
         finally:
             task.cancel()
 
-    def _announce(self, shim: Service) -> None:
+    def _announce(self) -> None:
         self._is_up = True
         self._stderr_log.release()
         self._serving.update(self._processes)
         seconds = time.monotonic() - self._began
-        url = f"{self._options.scheme}://{shim.target}"
-        self._note_server(url)
-        print(f"Tokenwire serves {url} (up in {seconds:.1f} s)", flush=True)
-        _note_uses(process.service for process in self._processes)
+        self._note_server()
+        print(f"Tokenwire serves {self._url} (up in {seconds:.1f} s)", flush=True)
+        services = [process.service for process in self._processes]
+        print_shims(services)
+        note_uses(services)
 
-    def _note_server(self, url: str) -> None:
+    def _note_server(self) -> None:
         """Note this server for `tokenwire run`, `ps` and `stop` of the same user."""
         jobs = next((each for each in self._processes if each.service.name == "jobs"), None)
         pid = os.getpid()
@@ -428,7 +395,7 @@ class _Stack:
             pid=pid,
             start=process_start(pid) or 0,
             boot=boot_id(),
-            url=url,
+            url=self._url,
             jobs="" if jobs is None else jobs.service.target,
             manager="" if self._manager is None else self._options.manager_target,
             targets=self._targets(),
@@ -442,7 +409,7 @@ class _Stack:
             report(f"`tokenwire ps` can't show this server: {error}")
 
     def _targets(self) -> dict[str, str]:
-        """Return the tokenizer services of the models that are always loaded, by name."""
+        """Return a tokenizer service of each model that is always loaded, by its names."""
         if self._catalog is None:
             served = self._options.model or embedded_checkpoint()
             name = self._options.model_id or served_name(served)
@@ -451,7 +418,7 @@ class _Stack:
             )
             return {name: tokenizer.target}
         return {
-            name: row.target
+            name: row.target.partition(",")[0]
             for row in self._catalog.plan.models
             if row.target and not row.on_demand
             for name in row.names
@@ -473,7 +440,7 @@ class _Stack:
             report(f"{error} The previous models stay.")
             return
         self._publish(wanted)
-        _print_models(wanted)
+        print_models(wanted)
         for key in current.services.keys() - wanted.services.keys():
             if not current.services[key][0].on_demand:
                 self._spawn(self._remove(current.services[key]))
@@ -522,13 +489,13 @@ class _Stack:
                 started.append(process)
                 self._starting.append(process)
                 self._spawn(self._watch(process))
-            await _until_up(services, started)
+            await until_up(services, started)
         except BaseException:
             await asyncio.gather(*map(self._stop, started))  # cancelled: `stop` ends them
             self._starting = [each for each in self._starting if each not in started]
             raise
         self._starting = [each for each in self._starting if each not in started]
-        _note_uses(services)
+        note_uses(services)
         self._processes += started
         self._serving.update(started)
 
@@ -574,9 +541,11 @@ class _Stack:
         await self._remove(services, at_once=at_once)
 
 
-def _listen(options: ServeOptions) -> socket.socket:
+def _listen(options: ServeOptions, services: Iterable[Service]) -> list[socket.socket]:
+    """Return a socket for each shim, among which the kernel divides the connections."""
+    shims = [service for service in services if service.name == "http_shim"]
     try:
-        return listen(options.host, options.port)
+        return [listen(options.host, options.port, is_shared=len(shims) > 1) for _ in shims]
     except OSError as error:
         place = address(options.host, options.port)
         raise ServeError(f"Can't use the HTTP port {place}: {error.strerror}.") from None
@@ -586,55 +555,3 @@ def _lasting_services(plan: CatalogPlan) -> list[Service]:
     """Return the services that run all the time."""
     everything = [service for services in plan.services.values() for service in services]
     return [service for service in everything if not service.on_demand]
-
-
-def _print_models(plan: CatalogPlan) -> None:
-    """Print the targets of each model."""
-    backends = {services[0].target: services for services in plan.services.values()}
-    for model in plan.models[:_MOST_PRINTED]:
-        services = backends.get(model.target or "")
-        if services is not None and services[0].on_demand:
-            where = "on demand"
-        elif services is not None:
-            where = ", ".join(f"{each.name} {each.target}" for each in services)
-        else:
-            where = f"tokenizer {model.target}" if model.target else "not served"
-        print(f"  {model.full_name}: {where}", flush=True)
-    if (more := len(plan.models) - _MOST_PRINTED) > 0:
-        print(f"  … and {more} more", flush=True)
-
-
-async def _until_ready(services: Sequence[Service], url: str) -> None:
-    """Wait until every gRPC service is SERVING and the shim answers 200."""
-    await _until_serving(services)
-    await _until(_answers, url)
-
-
-async def _until_up(services: Sequence[Service], processes: Sequence[ServiceProcess]) -> None:
-    """Wait until all services serve. Raises ServeError when a process ends before."""
-    ready = asyncio.ensure_future(_until_serving(services))
-    ends = [asyncio.ensure_future(process.wait()) for process in processes]
-    try:
-        await asyncio.wait([ready, *ends], return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
-            ended = next(each for each in processes if each.returncode is not None)
-            raise await ended.failure(was_up=False)
-        ready.result()
-    finally:
-        for each in (ready, *ends):
-            each.cancel()
-
-
-async def _until_serving(services: Sequence[Service]) -> None:
-    for service in reversed(services):
-        await _until(is_serving, service.target)
-
-
-async def _answers(url: str) -> bool:
-    """Return whether the shim answers; its certificate is for other names than this machine's."""
-    return await is_ready(url, ssl._create_unverified_context())
-
-
-async def _until(probe: Callable[[str], Awaitable[bool]], where: str) -> None:
-    while not await probe(where):  # noqa: ASYNC110 - another process has no event to wait for
-        await asyncio.sleep(_POLL_SECONDS)

@@ -55,12 +55,17 @@ def why_closed(host: str, *, has_keys: bool, is_open: bool) -> str | None:
     )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket for HTTP. Raises OSError."""
+def listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """Return a listening socket for HTTP. Raises OSError.
+
+    is_shared: whether further sockets of this user may listen there. The kernel divides the
+    connections among them.
+    """
     return socket.create_server(
         (host, port),
         family=socket.AF_INET6 if ":" in host else socket.AF_INET,
         backlog=_BACKLOG,
+        reuse_port=is_shared,
         dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),  # as gRPC does
     )
 

@@ -14,7 +14,8 @@ import pytest
 from services.common.model_files.model_name import find_model
 from tests.unit.common.model_files.hub_server import COMMIT, Hub, running_hub
 from tests.unit.tokenwire.serving.test_stack_layout import assert_refused
-from tokenwire.serving.stack_layout import ServeOptions, plan, plan_catalog
+from tokenwire.serving.serve_options import ServeOptions
+from tokenwire.serving.stack_layout import plan, plan_catalog
 
 CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"]})
 EMBEDDERS = [

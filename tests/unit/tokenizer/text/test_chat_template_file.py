@@ -6,7 +6,8 @@ import pytest
 
 from services.common.settings import StartupError
 from services.tokenizer.text.vocabulary import Vocabulary
-from tokenwire.serving.stack_layout import ServeOptions, plan
+from tokenwire.serving.serve_options import ServeOptions
+from tokenwire.serving.stack_layout import plan
 
 
 def test_file_replaces_the_template_of_the_checkpoint(tmp_path: Path, embedded_model: Path) -> None:

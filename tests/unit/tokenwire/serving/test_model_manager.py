@@ -15,7 +15,8 @@ from tokenwire.pb.models.v1 import model_manager_pb2 as pb
 from tokenwire.serving.load_plan import Room
 from tokenwire.serving.managed_model import ModelLease, OnDemandModel
 from tokenwire.serving.model_manager import ModelManager
-from tokenwire.serving.stack_layout import ServeError, Service
+from tokenwire.serving.serve_options import ServeError
+from tokenwire.serving.service import Service
 
 _SIZES = {"a": 4, "b": 4, "c": 6, "huge": 100}
 _MEMORY = 10

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.tokenwire.serving.test_stack_layout import serve
+from tokenwire.serving.serve_options import ServeOptions
 from tokenwire.serving.service_flags import SETTINGS, FlagError, split_flags
-from tokenwire.serving.stack_layout import ServeOptions, plan
+from tokenwire.serving.stack_layout import plan
 
 OF_SERVE = {
     *(

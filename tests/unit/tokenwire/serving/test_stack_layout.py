@@ -11,14 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from services.common.accounts.key_file import add_key
 from services.common.model_files.catalog_file import NO_TOKEN
-from tokenwire.serving.stack_layout import (
-    ServeError,
-    ServeOptions,
-    edge_of_catalog,
-    plan,
-    plan_catalog,
-)
+from tokenwire.serving.serve_options import ServeError, ServeOptions
+from tokenwire.serving.stack_layout import edge_of_catalog, plan, plan_catalog
 
 
 @pytest.fixture
@@ -380,3 +376,24 @@ def test_services_log_json_whatever_people_read(checkpoint: Path, log_format: st
     """The supervisor explains an exit by the last record, and log files are read by programs."""
     for service in plan(ServeOptions(model=checkpoint, log_format=log_format)):
         assert service.arguments[service.arguments.index("--log-format") + 1] == "json"
+
+
+def test_several_shims_share_the_port_and_have_metrics_of_their_own(checkpoint: Path) -> None:
+    services = plan(ServeOptions(model=checkpoint, shims=3, tokenizers=2))
+    shims = [each for each in services if each.name == "http_shim"]
+    tokenizers = [each.target for each in services if each.name == "tokenizer"]
+    assert {shim.target for shim in shims} == {"127.0.0.1:8000"}
+    assert [shim.flag("--metrics-port") for shim in shims] == ["9000", "9010", "9020"]
+    assert tokenizers == ["127.0.0.1:50051", "127.0.0.1:50061"]
+    assert {shim.flag("--tokenizer") for shim in shims} == {",".join(tokenizers)}
+    stated = plan(ServeOptions(model=checkpoint, shims=2, service_flags=("--metrics-port", "9100")))
+    assert [each.flag("--metrics-port") for each in stated[:2]] == ["9100", "9110"]
+
+
+def test_shims_that_would_each_count_limits_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    add_key(keys)
+    for flag in ("--shims", "--tokenizers"):
+        result = serve("--model", str(checkpoint), "--keys", str(keys), flag, "2")
+        assert_refused(result, f"{flag} 2 with --keys needs --limits-url")
+    assert_refused(serve("--model", str(checkpoint), "--shims", "17"), "between 0 and 16, not 17")

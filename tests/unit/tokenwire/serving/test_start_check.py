@@ -8,7 +8,7 @@ import pytest
 
 from tests.stack import free_ports
 from tests.unit.tokenwire.serving.test_stack_layout import assert_refused, serve
-from tokenwire.serving.stack_layout import Service
+from tokenwire.serving.service import Service
 from tokenwire.serving.start_check import needed_memory
 
 
