@@ -68,7 +68,7 @@ _CONFIG: dict[str, Json] = {
 class IdleDecoder(Decoder):
     """A decoder whose hidden states and logits are constant."""
 
-    runs_in_pieces = False
+    runs_alone = False
 
     def __init__(self, rows: int) -> None:
         """rows: upper bound of the rows of a step."""

@@ -228,7 +228,6 @@ def _decoded(numbers: Tensor, scales: Tensor) -> Tensor:
 def _graphs(allowed: bool) -> Iterator[None]:
     with ExitStack() as stack:
         if not allowed:
-            for module in ("execution.loaded_model", "loop.loaded_loop"):
-                name = f"services.engine.{module}.graph_capacity"
-                stack.enter_context(patch(name, return_value=None))
+            name = "services.engine.execution.loaded_model.graph_capacity"
+            stack.enter_context(patch(name, return_value=None))
         yield

@@ -5,13 +5,21 @@ are few sizes.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-__all__ = ["TOKEN_BUCKETS", "decode_sizes", "row_bucket", "table_width", "token_bucket"]
+__all__ = ["MIXED_TOKENS", "MixedSize", "decode_sizes", "mixed_sizes", "row_bucket", "table_width"]
 
-TOKEN_BUCKETS = (64, 128, 256, 384, 512, 768, 1024)
-"""Padded numbers of tokens of steps with prompts, ascending. Up to a few hundred tokens, padding
+MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
+"""Padded numbers of tokens of steps with chunks, ascending. Up to a few hundred tokens, padding
 costs a GPU no time; a larger step takes longer than its launches, so it needs no graphs"""
 
+_MIXED_ROWS = (32, 256)
+"""Padded numbers of sequences of such steps, beside the largest. Attention's launches have programs
+for all of them, and those of padding end at once"""
+_LEAST_MIXED_WIDTH = 64
+"""Number of columns of the narrowest block tables of such steps"""
+_MOST_MIXED = 96
+"""Most sizes of such steps: each takes a graph or two, some MB of a GPU's memory"""
 _DENSE = 16
 """Number of rows above which there is one more size between two powers of two"""
 _LEAST_WIDTH = 16
@@ -33,11 +41,6 @@ def table_width(blocks: int) -> int:
     return width
 
 
-def token_bucket(tokens: int) -> int:
-    """Return the least of `TOKEN_BUCKETS` that is at least `tokens`, which must not exceed all."""
-    return next(size for size in TOKEN_BUCKETS if size >= tokens)
-
-
 def decode_sizes(most_rows: int, most_blocks: int, num_blocks: int) -> list[tuple[int, int]]:
     """Return rows and table widths of all padded decode steps that can occur, largest first.
 
@@ -54,6 +57,50 @@ def decode_sizes(most_rows: int, most_blocks: int, num_blocks: int) -> list[tupl
                 sizes.append((rows, width))
         rows_before = rows
     return sorted(sizes, reverse=True)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MixedSize:
+    """Size to which a step with chunks is padded."""
+
+    tokens: int
+    sequences: int
+    """Number of sequences, and of rows whose hidden states the step returns"""
+    width: int
+    """Columns of the block tables"""
+
+    @property
+    def most_chunks(self) -> int:
+        """Most sequences that don't decode; others have two tokens or more, with few exceptions."""
+        return min(self.sequences, self.tokens // 2)
+
+    def holds(self, tokens: int, sequences: int, chunks: int, blocks: int) -> bool:
+        """Return whether a step fits.
+
+        sequences: number of sequences or of output rows, whichever is larger; chunks: number of
+        sequences that don't decode; blocks: those of the longest sequence.
+        """
+        fits = tokens <= self.tokens and sequences <= self.sequences
+        return fits and chunks <= self.most_chunks and blocks <= self.width
+
+
+def mixed_sizes(most_tokens: int, most_rows: int, most_blocks: int) -> list[MixedSize]:
+    """Return the sizes of padded steps with chunks, largest first.
+
+    most_tokens: number of tokens of the largest step; most_rows: most sequences or output rows;
+    most_blocks: number of blocks of the longest sequence. Of too many sizes, those with the widest
+    tables are left out.
+    """
+    first, last = _LEAST_MIXED_WIDTH, max(table_width(most_blocks), _LEAST_MIXED_WIDTH)
+    widths = _up_to(last, lambda width: max(table_width(width + 1), first))
+    sizes = [
+        MixedSize(tokens, sequences, width)
+        for width in widths
+        for tokens in MIXED_TOKENS
+        if tokens <= most_tokens
+        for sequences in sorted({min(each, tokens, most_rows) for each in (*_MIXED_ROWS, tokens)})
+    ]
+    return sorted(sizes[:_MOST_MIXED], reverse=True)
 
 
 def _up_to(last: int, following: Callable[[int], int]) -> Iterator[int]:

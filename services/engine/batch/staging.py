@@ -40,12 +40,16 @@ class StepFields(Generic[T]):
     `token_ids`; not filled in if no token was drawn"""
     output_rows: T
     """int64 [tokens]; only the first entries, one per output row, are filled in"""
+    rotary_positions: T
+    """int64 [axes, tokens], as in `StepBatch`"""
     query_starts: T
     """int32 [sequences + 1]"""
     output_starts: T
     """int32 [sequences + 1]"""
     context_lengths: T
     """int32 [sequences]"""
+    counts: T
+    """int32 [2], as in `PaddedStep`; filled in for padded steps with chunks alone"""
     shared_tokens: T
     """int32 [sequences], as in `SharedPrefixes`; not filled in if no prefix is shared"""
     prefix_rows: T
@@ -78,9 +82,11 @@ class Staging:
     """
 
     def __init__(
-        self, device: torch.device, groups: int = 1, *, copies: bool | None = None
+        self, device: torch.device, groups: int = 1, axes: int = 0, *, copies: bool | None = None
     ) -> None:
         """groups: number of cache groups, each of which has its own tables.
+
+        axes: number of rotary positions of a token; 0 = they are its position.
 
         copies: whether the device has its own memory; None = True for a GPU.
         """
@@ -88,7 +94,7 @@ class Staging:
         is_cuda = device.type == "cuda"
         self._copies = is_cuda if copies is None else copies
         self._hosts = [
-            _HostBuffer(groups, pinned=is_cuda, packs=self._copies)
+            _HostBuffer(groups, axes, pinned=is_cuda, packs=self._copies)
             for _ in range(2 if is_cuda else 1)
         ]
         self._groups = groups
@@ -153,6 +159,10 @@ class _Shape:
     """Columns of the block tables"""
 
 
+_Sizes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Dimensions of fields, by name, in the order in which they lie in memory"""
+
+
 class _HostBuffer:
     """Host memory of a step: fields of varying length, then the block tables at a fixed offset.
 
@@ -160,8 +170,9 @@ class _HostBuffer:
     If the buffer is copied, the tables are packed behind the fields, at their present width.
     """
 
-    def __init__(self, groups: int, *, pinned: bool, packs: bool) -> None:
+    def __init__(self, groups: int, axes: int, *, pinned: bool, packs: bool) -> None:
         self._groups = groups
+        self._axes = axes
         self._pinned = pinned
         self._packs = packs
         self._tokens = self._rows = self._columns = self._runs = 0
@@ -189,7 +200,7 @@ class _HostBuffer:
         self._tokens, self._runs = max(self._tokens, tokens), max(self._runs, runs)
         self._rows, self._columns = max(self._rows, sequences), max(self._columns, columns)
         largest = _Shape(self._tokens, self._rows, self._runs, self._columns)
-        self._tables_at = _fields_size(largest, self._groups)
+        self._tables_at = self._fields_size(largest)
         rows = self._rows * self._groups
         size = self._tables_at + 4 * rows * self._columns
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=self._pinned)
@@ -226,7 +237,7 @@ class _HostBuffer:
         packed = self.views(self.memory).block_tables.numpy()
         assert self._fields is not None
         packed[:] = self._fields.block_tables
-        begin = self._tables_at - _fields_size(self._shape, self._groups)
+        begin = self._tables_at - self._fields_size(self._shape)
         end = self._tables_at + packed.nbytes
         memory[begin:end].copy_(self.memory[begin:end], non_blocking=True)
         if memory.is_cuda:
@@ -242,8 +253,8 @@ class _HostBuffer:
 
     def _view(self, memory: Tensor) -> DeviceFields:
         shape, groups, end = self._shape, self._groups, self._tables_at
-        longs, ints = _long_fields(shape, groups), _int_fields(shape)
-        begin = end - _fields_size(shape, groups)
+        longs, ints = self._long_fields(shape), _int_fields(shape)
+        begin = end - self._fields_size(shape)
         ints_at = begin + 8 * _count(longs)
         rows, columns = self._rows, self._columns
         if self._packs:
@@ -255,23 +266,25 @@ class _HostBuffer:
             block_tables=tables.view(rows, groups, columns)[: shape.sequences, :, : shape.columns],
         )
 
+    def _long_fields(self, shape: _Shape) -> _Sizes:
+        """Return the int64 fields of a step."""
+        tokens = (shape.tokens,)
+        return {
+            "token_ids": tokens,
+            "positions": tokens,
+            "slots": (self._groups, *tokens),
+            "sources": tokens,
+            "output_rows": tokens,
+            "rotary_positions": (self._axes, *tokens),
+        }
+
+    def _fields_size(self, shape: _Shape) -> int:
+        """Return the aligned bytes of all fields but the block tables."""
+        size = 8 * _count(self._long_fields(shape)) + 4 * _count(_int_fields(shape))
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
 
 _NAMES = tuple(StepFields.__dataclass_fields__)
-
-_Sizes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Dimensions of fields, by name, in the order in which they lie in memory"""
-
-
-def _long_fields(shape: _Shape, groups: int) -> _Sizes:
-    """Return the int64 fields of a step."""
-    tokens = (shape.tokens,)
-    return {
-        "token_ids": tokens,
-        "positions": tokens,
-        "slots": (groups, *tokens),
-        "sources": tokens,
-        "output_rows": tokens,
-    }
 
 
 def _int_fields(shape: _Shape) -> _Sizes:
@@ -281,6 +294,7 @@ def _int_fields(shape: _Shape) -> _Sizes:
         "query_starts": (sequences + 1,),
         "output_starts": (sequences + 1,),
         "context_lengths": (sequences,),
+        "counts": (2,),
         "shared_tokens": (sequences,),
         "prefix_rows": (sequences,),
         "prefix_starts": (most_prefixes(sequences) + 1,),
@@ -300,9 +314,3 @@ def _split(memory: Tensor, sizes: _Sizes) -> dict[str, Tensor]:
 
 def _count(sizes: _Sizes) -> int:
     return sum(map(math.prod, sizes.values()))
-
-
-def _fields_size(shape: _Shape, groups: int) -> int:
-    """Return the aligned bytes of all fields but the block tables."""
-    size = 8 * _count(_long_fields(shape, groups)) + 4 * _count(_int_fields(shape))
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

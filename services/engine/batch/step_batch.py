@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["ImageRows", "OutputRows", "SharedPrefixes", "StateSegments", "StepBatch"]
+__all__ = ["ImageRows", "OutputRows", "PaddedStep", "SharedPrefixes", "StateSegments", "StepBatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,20 @@ class SharedPrefixes:
 
 
 @dataclass(frozen=True, slots=True)
+class PaddedStep:
+    """Numbers of a padded step with prompts, which are data of a CUDA graph and not its shape.
+
+    Tokens behind the last sequence's stand for nothing, and write to the spare block. So do
+    sequences and output rows behind those of the step.
+    """
+
+    counts: Tensor
+    """int32 [2], number of sequences that decode, and number of all sequences"""
+    most_chunks: int
+    """Upper bound of the number of other sequences"""
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """One step's tokens: sequences that decode one token first, then prefill chunks.
 
@@ -118,6 +132,9 @@ class StepBatch:
     further_groups: tuple["StepBatch", ...] = ()
     """Copies of this batch with `slots`, `block_tables` and `visible_ends` of each cache group but
     the first; empty = all groups have the same ones"""
+    padded: PaddedStep | None = None
+    """Numbers of a padded step with prompts; its fields on the host lack the padding. None = the
+    step is not padded, or has no prompts"""
     visible_ends: Tensor | None = None
     """int32 [tokens], index after the last key that each token sees, because the tokens of an image
     see each other; None = each token sees the keys up to its own"""

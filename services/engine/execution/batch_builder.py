@@ -3,21 +3,25 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from services.engine.batch.buckets import MixedSize
 from services.engine.batch.shared_prefixes import LEAST_ROWS, Prefix, find_prefixes
 from services.engine.batch.staging import DeviceFields, HostFields, Staging
 from services.engine.batch.step_batch import (
     OutputRows,
+    PaddedStep,
     SharedPrefixes,
     StateSegments,
     StepBatch,
 )
 from services.engine.batch.transfer import to_device
-from services.engine.execution.step_images import NO_IMAGES, StepImages
+from services.engine.execution.step_images import NO_IMAGES, ImageFields, StepImages
 from services.engine.model.attention import KVCache
 from services.engine.model.model import Model
 from services.engine.scheduling.sequence import TokenSequence
@@ -48,13 +52,16 @@ class BatchBuilder:
     in another one.
     """
 
-    def __init__(self, decoder: Model, cache: KVCache) -> None:
+    def __init__(self, decoder: Model, cache: KVCache, *, pads: bool) -> None:
+        """pads: whether steps are padded, so that all that they read must be staged."""
         self._cache = cache
         self._device = decoder.device
         self._reads_shared_once = decoder.reads_shared_once
         groups = range(len(cache.groups) or 1)
-        self._staging = Staging(decoder.device, len(groups))
-        self._larger_staging = Staging(decoder.device, len(groups))
+        self._stages_positions = pads and decoder.spec.has_grid_positions
+        axes = 3 if self._stages_positions else 0
+        self._staging = Staging(decoder.device, len(groups), axes)
+        self._larger_staging = Staging(decoder.device, len(groups), axes)
         self._is_reserved = False
         self.oversized_steps = 0
         """Number of steps that were larger than reserved"""
@@ -80,12 +87,14 @@ class BatchBuilder:
         least_blocks: int = 1,
         *,
         shares: bool = False,
+        size: MixedSize | None = None,
     ) -> StepBatch:
         """Build the plan's batch.
 
         drawn: the newest tokens of the sequences that have one in flight. padding: number of rows
         to add to a plan without chunks. least_blocks: parameter of `Staging.lay_out`. shares:
-        whether to build it as if decodes shared a prefix.
+        whether to build it as if decodes shared a prefix. size: size to which the step is padded,
+        which has chunks or no sequence at all; None = it is not padded so.
         """
         decodes, chunks = plan.decodes, plan.chunks
         # a padded row is a sequence of one token, in the spare block
@@ -100,30 +109,37 @@ class BatchBuilder:
         if self._cache.states:
             runs = [run for each in sequences if each.states for run in each.states.runs]
             runs += [self._spare_run] * padding
-        staging = self._staging_of(sum(counts), tables, least_blocks, len(runs))
-        fields = staging.lay_out(sum(counts), tables, least_blocks, len(runs))
-        fields.query_starts[0] = 0
-        np.cumsum(counts, out=fields.query_starts[1:])
-        fields.context_lengths[:] = ends
-        _fill_token_ids(fields, plan, padding)
+        tokens = sum(counts)
+        if size is not None:
+            tables += self._spare * (size.sequences - len(counts))
+            tokens, least_blocks = size.tokens, size.width
+        staging = self._staging_of(tokens, tables, least_blocks, len(runs))
+        fields = staging.lay_out(tokens, tables, least_blocks, len(runs))
+        _fill_starts(fields.query_starts, counts)
+        fields.context_lengths[: len(ends)] = ends
+        fields.context_lengths[len(ends) :] = 0
+        _fill_token_ids(fields, plan)
         self._fill_slots(fields, counts)
         if runs:
             _fill_runs(fields, runs)
         shares |= self._fill_prefixes(fields, len(decodes), shares)
         if drawn is not None:
             _fill_sources(fields, decodes, drawn)
-        if is_partial := outputs != counts:
+        if is_partial := size is not None or outputs != counts:
             _fill_output_rows(fields, outputs)
-        images = self.images.of(plan, fields) if self.images.affect(plan) else NO_IMAGES
+        if size is not None:
+            fields.counts[:] = len(decodes), len(counts)
+        images = self._images_of(plan, fields)
         staged = staging.send()
         if drawn is not None:
             known = torch.cat((drawn.ids, staged.token_ids))
             torch.index_select(known, 0, staged.sources, out=staged.token_ids)
         output_rows = None
         if is_partial:
-            indices = staged.output_rows[: sum(outputs)]
+            indices = staged.output_rows[: sum(outputs) if size is None else size.sequences]
             output_rows = OutputRows(indices, staged.output_starts, tuple(outputs))
         slots, tables_of_groups = staged.slots.unbind(), staged.block_tables.unbind(1)
+        num_decodes = len(decodes) + padding
         batch = StepBatch(
             token_ids=staged.token_ids,
             positions=staged.positions,
@@ -131,17 +147,20 @@ class BatchBuilder:
             query_starts=staged.query_starts,
             context_lengths=staged.context_lengths,
             block_tables=tables_of_groups[0],
-            num_decodes=len(decodes) + padding,
+            num_decodes=num_decodes,
             query_lengths_host=tuple(counts),
             context_lengths_host=tuple(ends),
-            prefixes=_prefixes(staged, len(decodes) + padding) if shares else None,
+            prefixes=_prefixes(staged, num_decodes if size is None else None) if shares else None,
             adapters_host=adapters_of(plan),
             output_rows=output_rows,
             states=_segments(staged, runs) if runs else None,
             images=images.rows,
             attended_host=_attended(plan, ends),
             token_types=self._token_types(plan, counts),
-            rotary_positions=images.rotary_positions,
+            rotary_positions=staged.rotary_positions
+            if self._stages_positions
+            else images.rotary_positions,
+            padded=None if size is None else PaddedStep(staged.counts, size.most_chunks),
         )
         batch = batch.with_groups(slots[1:], tables_of_groups[1:])
         if images.visible_ends is None:
@@ -164,6 +183,18 @@ class BatchBuilder:
             )
         self.oversized_steps += 1
         return self._larger_staging
+
+    def _images_of(self, plan: StepPlan, fields: HostFields) -> ImageFields:
+        """Return what images add to a step, and fill in its rotary positions if they are staged."""
+        affect = self.images.affect(plan)
+        if self._stages_positions:
+            fields.rotary_positions[:] = fields.positions
+            if affect:
+                self.images.fill_positions(plan, fields, fields.rotary_positions)
+        if not affect:
+            return NO_IMAGES
+        has_positions = self.images.has_grid and not self._stages_positions
+        return self.images.of(plan, fields, has_positions=has_positions)
 
     def _token_types(self, plan: StepPlan, counts: list[int]) -> Tensor | None:
         """Return the type of each token, 1 in the second text of a pair; None without pairs."""
@@ -199,18 +230,26 @@ class BatchBuilder:
         return bool(found)
 
     def _fill_slots(self, fields: HostFields, counts: list[int]) -> None:
-        """Fill in positions and slots. counts: tokens of each sequence."""
-        positions, contexts = fields.positions, fields.context_lengths
-        owners = np.arange(len(counts))
-        if len(positions) > len(counts):
+        """Fill in positions and slots, for padding those of the spare blocks.
+
+        counts: tokens of each sequence.
+        """
+        total, count = sum(counts), len(counts)
+        positions, contexts = fields.positions[:total], fields.context_lengths[:count]
+        owners = np.arange(count)
+        if total > count:
             owners = np.repeat(owners, counts)
-            shifts = (contexts - fields.query_starts[1:])[owners]
-            np.add(np.arange(len(positions)), shifts, out=positions)
+            shifts = (contexts - fields.query_starts[1 : count + 1])[owners]
+            np.add(np.arange(total), shifts, out=positions)
         else:
             np.subtract(contexts, 1, out=positions)
-        blocks, offsets = np.divmod(positions, self._cache.block_size)
-        slots = fields.block_tables[owners, :, blocks].astype(np.int64) * self._cache.block_size
-        np.add(slots, offsets[:, None], out=fields.slots.T)
+        size = self._cache.block_size
+        blocks, offsets = np.divmod(positions, size)
+        slots = fields.block_tables[owners, :, blocks].astype(np.int64) * size
+        np.add(slots, offsets[:, None], out=fields.slots[:, :total].T)
+        if total < len(fields.positions):
+            fields.positions[total:] = 0
+            fields.slots[:, total:] = np.array(self._spare) * size
 
 
 def adapters_of(plan: StepPlan) -> tuple[int, ...]:
@@ -228,18 +267,28 @@ def _attended(plan: StepPlan, ends: list[int]) -> tuple[int, ...]:
     return tuple(end - sequence.unattended_length for sequence, end in pairs)
 
 
-def _prefixes(staged: DeviceFields, decodes: int) -> SharedPrefixes:
+def _prefixes(staged: DeviceFields, decodes: int | None) -> SharedPrefixes:
     return SharedPrefixes(staged.shared_tokens[:decodes], staged.prefix_rows, staged.prefix_starts)
 
 
-def _fill_token_ids(fields: HostFields, plan: StepPlan, padding: int) -> None:
+def _fill_starts(starts: npt.NDArray[np.signedinteger[Any]], counts: list[int]) -> None:
+    """Fill in where each sequence's rows begin; behind the last sequence there are no rows."""
+    starts[0] = 0
+    np.cumsum(np.array(counts, dtype=np.int64), out=starts[1 : len(counts) + 1])
+    starts[len(counts) + 1 :] = starts[len(counts)]
+
+
+def _fill_token_ids(fields: HostFields, plan: StepPlan) -> None:
+    """Fill in the ids of the plan's tokens; those of padding are 0."""
     ids, count = fields.token_ids, len(plan.decodes)
     ids[:count] = [sequence.newest for sequence in plan.decodes]
-    ids[len(ids) - padding :] = 0
-    for start, chunk in zip(fields.query_starts[count:].tolist(), plan.chunks, strict=False):
+    end = count
+    for chunk in plan.chunks:
+        start, end = end, end + chunk.count
         known = chunk.count - len(chunk.draft)
         ids[start : start + known] = chunk.sequence.tokens[chunk.start : chunk.start + known]
-        ids[start + known : start + chunk.count] = chunk.draft
+        ids[start + known : end] = chunk.draft
+    ids[end:] = 0
 
 
 def _fill_sources(
@@ -267,10 +316,15 @@ def _segments(staged: DeviceFields, runs: Sequence[StateRun]) -> StateSegments:
 
 
 def _fill_output_rows(fields: HostFields, outputs: list[int]) -> None:
-    """Fill in the last rows of each sequence. outputs: rows of each sequence."""
-    starts = fields.output_starts
-    starts[0] = 0
-    np.cumsum(outputs, out=starts[1:])
+    """Fill in the last rows of each sequence; those of padding are the first.
+
+    outputs: rows of each sequence.
+    """
+    starts, total = fields.output_starts, sum(outputs)
+    _fill_starts(starts, outputs)
     # a row's distance from the last row of its sequence is the same in both numberings
-    shifts = np.repeat(fields.query_starts[1:] - starts[1:], outputs)
-    np.add(np.arange(len(shifts)), shifts, out=fields.output_rows[: len(shifts)])
+    ends = slice(1, len(outputs) + 1)
+    repeats = np.array(outputs, dtype=np.int64)
+    shifts = np.repeat(fields.query_starts[ends] - starts[ends], repeats)
+    np.add(np.arange(total), shifts, out=fields.output_rows[:total])
+    fields.output_rows[total:] = 0

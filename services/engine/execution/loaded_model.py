@@ -63,6 +63,8 @@ class LoadedModel:
     """Tokens between two snapshots of a prompt's states"""
     context_length: int
     """Most tokens of a sequence by the checkpoint, the flags and the memory"""
+    capacity: StepCapacity | None
+    """Size of the largest step if steps are padded, and run as CUDA graphs; None = they are not"""
     fingerprint: str
     """Fingerprint of the whole model's weights"""
     kv_bytes: int
@@ -145,14 +147,16 @@ def load(settings: EngineSettings) -> LoadedModel:
         step_bytes += draft.pass_bytes
     num_blocks = _choose_num_blocks(settings, decoder, ranks, need, step_bytes)
     context_length = _context_length(settings, decoder, need, num_blocks)
+    capacity = graph_capacity(settings, decoder, context_length)
     return LoadedModel(
         decoder,
-        _allocate_cache(decoder, num_blocks, need, context_length),
+        _allocate_cache(decoder, num_blocks, need, context_length, pads=capacity is not None),
         ranks,
         need.divide(num_blocks),
         need.state_slots(num_blocks),
         need.snapshot_interval,
         context_length,
+        capacity,
         fingerprint,
         kv_bytes=ranks.total(need.bytes(num_blocks)),
         weight_bytes=ranks.total(decoder.weight_bytes),
@@ -327,15 +331,17 @@ def _sharers(decoder: Model, ranks: RankGroup) -> int:
 
 
 def _allocate_cache(
-    decoder: Model, num_blocks: int, need: CacheNeed, context_length: int
+    decoder: Model, num_blocks: int, need: CacheNeed, context_length: int, *, pads: bool
 ) -> KVCache:
-    is_on_gpu = decoder.device.type == "cuda"
+    """Allocate the cache.
+
+    pads: whether steps have padded rows, which write to one more block of each group and one slot.
+    """
     allocating = time.monotonic()
-    # padded rows of decode graphs on a GPU write to one more block of each group, and to one slot
-    blocks = [count + is_on_gpu for count in need.divide(num_blocks)]
+    blocks = [count + pads for count in need.divide(num_blocks)]
     slots = need.state_slots(num_blocks)
-    cache = decoder.allocate_cache(blocks, num_states=slots + (is_on_gpu and slots > 0))
-    if not is_on_gpu:
+    cache = decoder.allocate_cache(blocks, num_states=slots + (pads and slots > 0))
+    if decoder.device.type == "cpu":
         populate_behind([*cache.pages, *chain.from_iterable(cache.states.values())])
     size = need.bytes(num_blocks)
     _LOG.debug(

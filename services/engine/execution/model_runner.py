@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.engine.batch.buckets import TOKEN_BUCKETS, row_bucket
+from services.engine.batch.buckets import MixedSize, mixed_sizes, row_bucket
 from services.engine.batch.shared_prefixes import LEAST_ROWS
 from services.engine.batch.transfer import to_device
 from services.engine.execution.adapter_files import convert_adapter
 from services.engine.execution.batch_builder import BatchBuilder, DeviceTokens, adapters_of
-from services.engine.execution.decode_graphs import DecodeGraphs
-from services.engine.execution.piece_graphs import PieceGraphs
 from services.engine.execution.start_progress import StartProgress
+from services.engine.execution.step_graphs import StepGraphs
 from services.engine.model.adapters.adapters import AdapterChange
 from services.engine.model.adapters.reading import AdapterReading
 from services.engine.model.attention import KVCache
@@ -56,35 +55,54 @@ class ModelRunner:
         a GPU; None = they are not. Padding writes to the last block of each cache group."""
         self._decoder = decoder
         self._cache = cache
-        self._batches = BatchBuilder(decoder, cache)
-        self._graphs: DecodeGraphs | None = None
-        self._pieces: PieceGraphs | None = None
+        self._batches = BatchBuilder(decoder, cache, pads=graph_capacity is not None)
+        self._graphs: StepGraphs | None = None
+        self.mixed_sizes: Sequence[MixedSize] = ()
+        """Sizes of padded steps with chunks, largest first"""
         self._reading = AdapterReading(partial(convert_adapter, decoder))
         self.device = decoder.device
         if graph_capacity is not None:
             rows = row_bucket(graph_capacity.sequences)
             tokens = max(graph_capacity.tokens, rows)
-            self._batches.reserve(tokens, rows, graph_capacity.blocks)
+            most_rows = max(rows, row_bucket(max_logit_rows(graph_capacity.sequences)))
+            if decoder.runs_alone:
+                self.mixed_sizes = mixed_sizes(tokens, most_rows, graph_capacity.blocks)
+            widest = max([graph_capacity.blocks, *(size.width for size in self.mixed_sizes)])
+            self._batches.reserve(tokens, most_rows, widest)
             decoder.reserve(tokens, rows)
-            self._graphs = DecodeGraphs(decoder, cache)
-            if decoder.runs_in_pieces and tokens >= TOKEN_BUCKETS[0]:
-                self._pieces = PieceGraphs(decoder, cache, tokens)
+            self._graphs = StepGraphs(decoder, cache)
 
     def forward(self, plan: StepPlan, drawn: DeviceTokens | None = None) -> Tensor:
         """Compute the plan. Return hidden states [rows, hidden], valid until the next call.
 
-        Rows are in the order of the plan: one per decode, `num_outputs` per chunk. drawn: the
-        newest tokens of the sequences that have one in flight.
+        Rows are in the order of the plan: one per decode, `num_outputs` per chunk; there may be
+        more behind them. drawn: the newest tokens of the sequences that have one in flight.
         """
-        if self._graphs is None or self._batches.images.affect(plan) or adapters_of(plan):
+        if self._graphs is None or self._batches.images.fill(plan) or adapters_of(plan):
             return self._decoder.forward(self._batches.build(plan, drawn), self._cache)
-        if plan.chunks:
-            batch = self._batches.build(plan, drawn)
-            if self._pieces is None or len(batch.token_ids) > self._pieces.sizes[0]:
-                return self._decoder.forward(batch, self._cache)
-            return self._pieces.run(batch)
-        padding = row_bucket(len(plan.decodes)) - len(plan.decodes)
-        return self._graphs.run(self._batches.build(plan, drawn, padding))
+        if not plan.chunks:
+            padding = row_bucket(len(plan.decodes)) - len(plan.decodes)
+            return self._graphs.run(self._batches.build(plan, drawn, padding))
+        size = self._mixed_size(plan)
+        if size is None:
+            return self._decoder.forward(self._batches.build(plan, drawn), self._cache)
+        return self._graphs.run(self._batches.build(plan, drawn, size=size))
+
+    def _mixed_size(self, plan: StepPlan) -> MixedSize | None:
+        """Return the least size that holds a plan with chunks; None if none does."""
+        decodes, chunks = len(plan.decodes), plan.chunks
+        tokens = decodes + sum(chunk.count for chunk in chunks)
+        if not self.mixed_sizes or tokens > self.mixed_sizes[0].tokens:
+            return None
+        sequences = [*plan.decodes, *(chunk.sequence for chunk in chunks)]
+        blocks = max(len(table.blocks) for sequence in sequences for table in sequence.tables)
+        rows = decodes + sum(max(chunk.num_outputs, 1) for chunk in chunks)
+        sizes = (
+            size
+            for size in reversed(self.mixed_sizes)
+            if size.holds(tokens, rows, len(chunks), blocks)
+        )
+        return next(sizes, None)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks of the cache, after all launched steps."""
@@ -117,16 +135,17 @@ class ModelRunner:
         """Number of steps that were larger than the reserved size, and so ran without graphs."""
         return self._batches.oversized_steps
 
-    @property
-    def piece_sizes(self) -> Sequence[int]:
-        """Numbers of tokens of padded steps with prompts that may run in pieces, largest first."""
-        return () if self._pieces is None else self._pieces.sizes
-
-    def capture_pieces(self, sizes: Sequence[int], progress: StartProgress | None = None) -> None:
-        """Capture the graphs of padded steps with prompts, of some of `piece_sizes`."""
+    def capture_mixed(
+        self, sizes: Sequence[MixedSize], progress: StartProgress | None = None
+    ) -> None:
+        """Capture the graphs of padded steps with chunks, of some of `mixed_sizes`."""
+        if self._graphs is None:
+            return
         for size in sizes:
-            if self._pieces is not None:
-                self._pieces.capture(size)
+            # a step of fewer sequences shares nothing: one of them is a chunk
+            if size.sequences > LEAST_ROWS and self._decoder.reads_shared_once:
+                self._graphs.capture(self._batches.build(_NOTHING, shares=True, size=size))
+            self._graphs.capture(self._batches.build(_NOTHING, size=size))
             if progress is not None:
                 progress.add()
 

@@ -1,9 +1,11 @@
 """Images in a step's batch: their rows, and the positions and views of its tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -54,7 +56,8 @@ class StepImages:
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._hidden_size = spec.hidden_size
-        self._has_grid = spec.has_grid_positions
+        self.has_grid = spec.has_grid_positions
+        """True if tokens have rotary positions by the grids of images"""
         sight = spec.family.image_sight
         self.groups_ahead = tuple(
             sight is ImageSight.ALL or (sight is ImageSight.WINDOWS and group.window > 0)
@@ -65,20 +68,37 @@ class StepImages:
         self._dtype = dtype
         self._device = device
 
+    def fill(self, plan: StepPlan) -> bool:
+        """Return whether a chunk of the step has tokens of images."""
+        return any(
+            next(chunk.sequence.images.runs(chunk.start, chunk.end), None) is not None
+            for chunk in plan.chunks
+            if chunk.sequence.images is not None
+        )
+
     def affect(self, plan: StepPlan) -> bool:
         """Return whether images change the step: it has image tokens, or positions after images."""
         return (
-            self._has_grid and any(sequence.images is not None for sequence in plan.decodes)
+            self.has_grid and any(sequence.images is not None for sequence in plan.decodes)
         ) or any(chunk.sequence.images is not None for chunk in plan.chunks)
 
-    def of(self, plan: StepPlan, fields: HostFields) -> ImageFields:
-        """Return the fields that images add to a step whose other fields are filled in."""
+    def of(self, plan: StepPlan, fields: HostFields, *, has_positions: bool) -> ImageFields:
+        """Return the fields that images add to a step whose other fields are filled in.
+
+        has_positions: whether its rotary positions are among them.
+        """
         parts = list(_parts(plan, fields))
         return ImageFields(
             rows=tuple(each for part in parts for each in self._rows(part)),
-            rotary_positions=self._rotary_positions(parts, fields) if self._has_grid else None,
+            rotary_positions=self._rotary_positions(parts, fields) if has_positions else None,
             visible_ends=self._visible_ends(parts, fields) if any(self.groups_ahead) else None,
         )
+
+    def fill_positions(
+        self, plan: StepPlan, fields: HostFields, out: npt.NDArray[np.signedinteger[Any]]
+    ) -> None:
+        """Write the rotary positions of tokens of sequences with images to `out` [3, tokens]."""
+        _write_positions(_parts(plan, fields), out)
 
     def _rows(self, part: _Part) -> Iterator[ImageRows]:
         for run in part.images.runs(part.start, part.end):
@@ -95,8 +115,7 @@ class StepImages:
 
     def _rotary_positions(self, parts: list[_Part], fields: HostFields) -> Tensor:
         positions = np.tile(fields.positions, (3, 1))
-        for part in parts:
-            positions[:, part.rows] = part.images.rotary_positions(part.start, part.end)
+        _write_positions(parts, positions)
         return to_device(torch.from_numpy(positions), self._device)
 
     def _visible_ends(self, parts: list[_Part], fields: HostFields) -> Tensor | None:
@@ -110,12 +129,18 @@ class StepImages:
         return None if ends is None else to_device(torch.from_numpy(ends), self._device)
 
 
+def _write_positions(parts: Iterable[_Part], out: npt.NDArray[np.signedinteger[Any]]) -> None:
+    for part in parts:
+        out[:, part.rows] = part.images.rotary_positions(part.start, part.end)
+
+
 def _parts(plan: StepPlan, fields: HostFields) -> Iterator[_Part]:
     for row, sequence in enumerate(plan.decodes):
         if sequence.images is not None:
             index = int(fields.positions[row])
             yield _Part(sequence.images, index, index + 1, row)
-    first = len(fields.query_starts) - 1 - len(plan.chunks)
-    for row, chunk in zip(fields.query_starts[first:].tolist(), plan.chunks, strict=False):
+    row = len(plan.decodes)
+    for chunk in plan.chunks:
         if chunk.sequence.images is not None:
             yield _Part(chunk.sequence.images, chunk.start, chunk.end, row)
+        row += chunk.count

@@ -140,7 +140,7 @@ def _measure_graphs(decoder: Model, cache: KVCache, capacity: StepCapacity) -> i
     decodes = decode_sizes(capacity.sequences, capacity.blocks, enough)
     return _measure_captures(
         [partial(runner.capture_graphs, [size], announces=False) for size in decodes]
-    ) + _measure_captures([partial(runner.capture_pieces, [size]) for size in runner.piece_sizes])
+    ) + _measure_captures([partial(runner.capture_mixed, [size]) for size in runner.mixed_sizes])
 
 
 def _measure_captures(captures: Sequence[Callable[[], None]]) -> int:

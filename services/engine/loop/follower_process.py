@@ -13,8 +13,8 @@ from services.common.process import end_process
 from services.common.settings import StartupError
 from services.engine.batch.buckets import row_bucket
 from services.engine.execution.adapter_files import convert_adapter
-from services.engine.execution.decode_graphs import DecodeGraphs
-from services.engine.execution.loaded_model import LoadedModel, graph_capacity, load
+from services.engine.execution.loaded_model import LoadedModel, load
+from services.engine.execution.step_graphs import StepGraphs
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.lockstep import Follower
 from services.engine.settings import EngineSettings
@@ -54,14 +54,14 @@ def run(settings: EngineSettings) -> NoReturn:
 def _follower(model: LoadedModel) -> Follower:
     """Return a follower that runs decode steps as CUDA graphs if rank 0 does."""
     decoder, cache, ranks = model.decoder, model.cache, model.ranks
-    capacity = graph_capacity(model.settings, decoder, model.context_length)
+    capacity = model.capacity
     read_adapter = partial(convert_adapter, decoder)
     if capacity is None:
         return Follower(decoder, cache, ranks, read_adapter=read_adapter)
     rows = row_bucket(capacity.sequences)
     tokens = max(capacity.tokens, rows)
     decoder.reserve(tokens, rows)
-    graphs = DecodeGraphs(decoder, cache)
+    graphs = StepGraphs(decoder, cache)
     follower = Follower(decoder, cache, ranks, graphs.run, graphs.capture, read_adapter)
     follower.reserve(tokens, rows, capacity.blocks)
     return follower

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from services.engine.batch.buckets import decode_sizes
 from services.engine.checked_request import Pooled
 from services.engine.execution.first_steps import run_first_steps
-from services.engine.execution.loaded_model import LoadedModel, graph_capacity, load, step_tokens
+from services.engine.execution.loaded_model import LoadedModel, load, step_tokens
 from services.engine.execution.model_runner import ModelRunner, max_logit_rows
 from services.engine.execution.start_progress import StartProgress
 from services.engine.execution.step_memory import usable_kernels
@@ -109,9 +109,9 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         takes_pairs=spec.num_token_types > 1,
         hides_ends=spec.is_encoder and spec.disentangled is None,
     )
-    runner = ModelRunner(decoder, cache, graph_capacity(settings, decoder, model.context_length))
+    runner = ModelRunner(decoder, cache, model.capacity)
     model.ranks.watch()  # a rank may end while the graphs are captured
-    _capture_graphs(runner, settings, model)
+    _capture_graphs(runner, model)
     overlaps = decoder.device.type == "cuda"
     _warm_up(decoder, cache, description)
     if model.draft is not None:
@@ -147,19 +147,19 @@ def _pooled(model: LoadedModel) -> Pooled | None:
     return Pooled.LAST if is_last else Pooled.ALL
 
 
-def _capture_graphs(runner: ModelRunner, settings: EngineSettings, model: LoadedModel) -> None:
+def _capture_graphs(runner: ModelRunner, model: LoadedModel) -> None:
     """Capture all CUDA graphs, on all ranks. Raises StartupError."""
-    capacity = graph_capacity(settings, model.decoder, model.context_length)
+    capacity = model.capacity
     if capacity is None:
         return
     # a block table also names blocks behind the window, which its sequence has released
     has_window = layer_groups(model.decoder.spec)[0].window > 0
     num_blocks = capacity.blocks * capacity.sequences if has_window else model.blocks[0]
     sizes = decode_sizes(capacity.sequences, capacity.blocks, num_blocks)
-    progress = StartProgress("CUDA graphs", len(sizes) + len(runner.piece_sizes), shown=True)
+    progress = StartProgress("CUDA graphs", len(sizes) + len(runner.mixed_sizes), shown=True)
     with usable_kernels():
         runner.capture_graphs(sizes, progress)
-        runner.capture_pieces(runner.piece_sizes, progress)
+        runner.capture_mixed(runner.mixed_sizes, progress)
 
 
 def _kernels(decoder: Model) -> str:

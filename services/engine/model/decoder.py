@@ -47,7 +47,6 @@ class Decoder(LayerStack):
         attention: AttentionBackend,
     ) -> None:
         super().__init__(spec, dtype, weights, operators, attention)
-        self.runs_in_pieces = True
         self._logits = torch.empty((0, spec.vocab_size), device=self.device)
         self._recording = operators.recording(only_decodes=bool(spec.latent_layers))
 
@@ -123,41 +122,6 @@ class Decoder(LayerStack):
             layers()
         else:
             self._recording.run(batch, cache, layers)
-        return kept.hidden
-
-    @torch.inference_mode()
-    def compute_piece(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
-        """Compute the operations between the mixing of the previous layer and that of `layer`.
-
-        `compute_piece` and `mix` of all layers in turn, and then `finish`, do the same as
-        `forward` for a batch without images. A piece reads only the token ids, positions and slots
-        of its batch, which may have more tokens than the step: a CUDA graph of it serves all steps
-        that are padded to this number.
-        """
-        buffers = self._buffers(len(batch.token_ids))
-        if layer == 0:
-            self._begin(batch, buffers)
-        else:
-            self._after_mixing(layer - 1, buffers)
-        self._project(layer, buffers)
-        mixer, scratch = self._mixing(layer, buffers)
-        if mixer.writes_apart:
-            mixer.write(batch, cache, scratch)
-
-    @torch.inference_mode()
-    def mix(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
-        buffers = self._buffers(len(batch.token_ids))
-        kept = None
-        if layer == self.spec.num_layers - 1:
-            self._keep(batch, buffers)
-            kept = self._mixing(layer, self._kept(batch, buffers))[1]
-        mixer, scratch = self._mixing(layer, buffers)
-        mixer.mix(batch, cache, scratch, kept, is_written=mixer.writes_apart)
-
-    @torch.inference_mode()
-    def finish(self, batch: StepBatch) -> Tensor:
-        kept = self._kept(batch, self._buffers(len(batch.token_ids)))
-        self._after_mixing(self.spec.num_layers - 1, kept)
         return kept.hidden
 
     @torch.inference_mode()

@@ -243,7 +243,7 @@ def load_model(
         if ranks.leads_others
         else Decoder(spec, dtype, loaded, operators, attention)
     )
-    decoder.runs_in_pieces = ranks.rank.is_alone  # rank 0 announces whole passes
+    decoder.runs_alone = ranks.rank.is_alone
     decoder.adapters = adapters
     return decoder
 

@@ -42,8 +42,8 @@ class Model(ABC):
         self.block_size = attention.block_size
         self.rows_at_once = rows_at_once
         """Number of rows up to which a product takes as long as for one row"""
-        self.runs_in_pieces = False
-        """True if a pass may run as calls of `compute_piece`, `mix` and `finish`"""
+        self.runs_alone = True
+        """True if no other ranks compute along"""
         self.adapters: Adapters | None = None
         """The adapters that passes may use; None = this model has none"""
         self.state_dtype = torch.float32
@@ -53,7 +53,7 @@ class Model(ABC):
     @property
     @abstractmethod
     def is_capturable(self) -> bool:
-        """True if a CUDA graph of a decode step serves all decode steps of its size."""
+        """True if a CUDA graph of a padded step serves all steps of its size."""
 
     @property
     @abstractmethod
@@ -63,7 +63,7 @@ class Model(ABC):
     @property
     def reads_shared_once(self) -> bool:
         """True if decodes with `StepBatch.prefixes` take less time."""
-        return self.runs_in_pieces and self._attention.reads_shared_once
+        return self.runs_alone and self._attention.reads_shared_once
 
     @property
     def attention_name(self) -> str:
@@ -161,18 +161,6 @@ class Model(ABC):
 
         This part can be captured in a CUDA graph if `is_capturable`.
         """
-
-    def compute_piece(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
-        """Compute the operations between the mixing of the previous layer and that of `layer`."""
-        raise NotImplementedError
-
-    def mix(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
-        """Let a layer's mixer combine the tokens, after its piece, which wrote to `cache`."""
-        raise NotImplementedError
-
-    def finish(self, batch: StepBatch) -> Tensor:
-        """Compute the operations after the last mixing. Return hidden states as `forward` does."""
-        raise NotImplementedError
 
     def announce_adapter(self, change: AdapterChange, number: int, directory: str = "") -> None:  # noqa: B027
         """Have all other ranks read, insert or drop an adapter, if there are several ranks."""

@@ -24,4 +24,3 @@ class WholeTextDecoder(WholeTextStack, Decoder):
     ) -> None:
         super().__init__(spec, dtype, weights, operators, attention)
         self._recording = None
-        self.runs_in_pieces = False

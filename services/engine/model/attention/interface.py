@@ -137,6 +137,8 @@ class AttentionBackend(ABC):
     """True if decode launches depend only on row count and table width, so that graphs fit"""
     reads_shared_once = False
     """True if decodes with `StepBatch.prefixes` take less time"""
+    sees_chunks = False
+    """True if layers whose tokens see their own chunk alone need no `in_chunks`"""
     writes_apart = False
     """True if `write` may run before `attend`, which then gets a step that `is_written`"""
 

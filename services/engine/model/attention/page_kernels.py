@@ -14,7 +14,8 @@ __all__ = ["attend_tile", "merge_parts"]
 # kernel is compiled once and not again in the middle of a run.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        *("starts", "lengths", "ends", "shared", "members", "sequences", "parts", "first_part")
+        *("starts", "lengths", "ends", "shared", "members", "counts", "sequences", "parts"),
+        *("first_part", "programs"),
     ]
 )
 def attend_tile(
@@ -31,11 +32,13 @@ def attend_tile(
     slopes: tl.tensor,
     shared: tl.tensor,
     members: tl.tensor,
+    counts: tl.tensor,
     sequences: tl.tensor,
     query_stride: tl.tensor,
     table_stride: tl.tensor,
     parts: tl.tensor,
     first_part: tl.tensor,
+    programs: tl.tensor,
     scale: tl.constexpr,
     cap: tl.constexpr,
     window: tl.constexpr,
@@ -45,6 +48,8 @@ def attend_tile(
     value_dim: tl.constexpr,
     page_size: tl.constexpr,
     min_span: tl.constexpr,
+    max_span: tl.constexpr,
+    is_chunked: tl.constexpr,
     is_decode: tl.constexpr,
     is_together: tl.constexpr,
     tile_rows: tl.constexpr,
@@ -59,6 +64,10 @@ def attend_tile(
     `sums`, `out` holds the parts and `sums` the logarithms of their softmax sums, to base 2. With
     `shared`, a decode's context is the tokens after the prefix that it shares. If `is_together`,
     it is this prefix: then the "sequences" are prefixes, and their queries are those of `members`.
+
+    `counts` holds the numbers of decodes and of sequences of a padded step. Such a launch has
+    programs for the most tiles and parts that the step could have; those beyond its own end at
+    once. The parts are as many as keep `programs` programs busy.
     """
     log2_e: tl.constexpr = 1.4426950408889634
     tile_queries: tl.constexpr = tile_rows // tile_heads
@@ -68,25 +77,41 @@ def attend_tile(
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // head_parts
     head_part = tl.program_id(1) % head_parts
+    decodes = 0
+    if counts is not None:
+        decodes = tl.load(counts)
     if is_decode:
         sequence = tile
         first_query = 0
         start = tile
         count = 1
+        busy = decodes
+        if counts is not None:  # noqa: SIM102, the kernel's compiler decides this alone
+            if tile >= decodes:
+                return
     else:
         # The last sequence whose tiles begin at or before this one.
-        base = tl.load(starts)
-        sequence = tl.full((), 0, tl.int32)
+        first_sequence = decodes + tl.full((), 0, tl.int32)
+        sequence = first_sequence
         behind = sequences + tl.full((), 0, tl.int32)
+        if counts is not None:
+            behind = tl.load(counts + 1)
+            if sequence >= behind:
+                return
+        base = tl.load(starts + sequence)
+        busy = (tl.load(starts + behind) - base) // tile_queries + behind - sequence
         while behind - sequence > 1:
             middle = (sequence + behind) // 2
-            is_before = (tl.load(starts + middle) - base) // tile_queries + middle <= tile
+            tiles_before = (tl.load(starts + middle) - base) // tile_queries + middle
+            is_before = tiles_before - first_sequence <= tile
             sequence = tl.where(is_before, middle, sequence)
             behind = tl.where(is_before, behind, middle)
         start = tl.load(starts + sequence)
         count = tl.load(starts + sequence + 1) - start
-        start -= base
-        first_query = (tile - start // tile_queries - sequence) * tile_queries
+        tiles_before = (start - base) // tile_queries + sequence - first_sequence
+        first_query = (tile - tiles_before) * tile_queries
+        if counts is None:
+            start -= base
         if first_query >= count:
             return
     if is_together:
@@ -124,10 +149,18 @@ def attend_tile(
     first = 0
     if is_decode and shared is not None:
         first = tl.load(shared + sequence)
-    if window > 0:
+    if is_chunked:
+        first = (context - count + first_query) // window * window // tile_keys * tile_keys
+    elif window > 0:
         first = tl.maximum(context - count + first_query - window + 1, 0) // tile_keys * tile_keys
     if sums is not None:
-        span = tl.maximum(tl.cdiv(last - first, tl.num_programs(2)), min_span)
+        wanted = tl.num_programs(2)
+        if counts is not None:
+            needed = tl.cdiv(programs, busy * tl.num_programs(1))
+            if is_decode:
+                needed = tl.maximum(needed, tl.cdiv(last - first, max_span))
+            wanted = tl.minimum(wanted, needed)
+        span = tl.maximum(tl.cdiv(last - first, wanted), min_span)
         span = tl.cdiv(span, tile_keys) * tile_keys
         first += tl.program_id(2) * span
         last = tl.minimum(last, first + span)
@@ -179,7 +212,9 @@ def attend_tile(
         if slopes is not None:
             scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
         visible = key[None, :] < end[:, None]
-        if window > 0:
+        if is_chunked:
+            visible = visible & (key[None, :] >= position[:, None] // window * window)
+        elif window > 0:
             visible = visible & (key[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         peak = tl.maximum(highest, tl.max(scores, 1))
@@ -209,25 +244,40 @@ def attend_tile(
     tl.store(out + cells, attended.to(out.dtype.element_ty), mask=out_mask)
 
 
-@triton.jit(do_not_specialize=["shared", "splits", "shared_splits"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["shared", "starts", "counts", "splits", "shared_splits"])  # type: ignore[untyped-decorator]
 def merge_parts(
     out: tl.tensor,
     parts: tl.tensor,
     sums: tl.tensor,
     shared: tl.tensor,
+    starts: tl.tensor,
+    counts: tl.tensor,
     heads: tl.tensor,
     splits: tl.tensor,
     shared_splits: tl.tensor,
     value_dim: tl.constexpr,
     max_splits: tl.constexpr,
     padded_dim: tl.constexpr,
+    is_decode: tl.constexpr,
 ) -> None:
     """Merge the parts of one query and head.
 
     With `shared`, the first `shared_splits` parts are those of a shared prefix. They exist only for
-    rows that share one.
+    rows that share one. With `counts`, as for `attend_tile`, only the rows of decodes are merged if
+    `is_decode`, and else those of chunks, which end at the last of `starts`.
     """
     cell = tl.program_id(0).to(tl.int64)
+    if counts is not None:
+        row = cell // heads
+        decodes = tl.load(counts)
+        if is_decode:
+            if row >= decodes:
+                return
+        else:
+            if row < decodes:
+                return
+            if row >= tl.load(starts + tl.load(counts + 1)):
+                return
     width = tl.arange(0, padded_dim)
     is_width = width < value_dim
     split = tl.arange(0, max_splits)

@@ -6,7 +6,7 @@ Tests on a CPU compare the kernels with TorchAttention under Triton's interprete
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from services.engine.model.attention.long_prompts import (
 from services.engine.model.attention.paged_kernels import (
     PagedRows,
     PagedShape,
+    attend_padded,
     attend_pages,
     attend_shared,
 )
@@ -47,6 +48,10 @@ _WITH_DESCRIPTORS = (9, 0)
 _BATCHES = 8
 """Number of batches whose metadata is kept: one step's, one for each cache group"""
 _DTYPES = (torch.float16, torch.bfloat16)
+
+
+_Operands: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]
+"""Queries, keys, values, sinks, output and slopes of a launch"""
 
 
 class PagedAttention(TorchAttention):
@@ -91,7 +96,7 @@ class PagedAttention(TorchAttention):
                 _PAGE, dtype, self.kv_dtype, self._has_flash, capability >= _WITH_DESCRIPTORS
             ),
         )
-        self.reads_shared_once = self._is_supported
+        self.reads_shared_once = self.sees_chunks = self._is_supported
         self._metadata: dict[int, StepMetadata] = {}
         """Metadata of the newest batches, by the batch's id()"""
 
@@ -113,6 +118,25 @@ class PagedAttention(TorchAttention):
     def write(self, layer: int, step: AttentionStep) -> None:
         caches = tokens_of(step.cache.keys[layer]), tokens_of(step.cache.values[layer])
         write_tokens(step.keys, step.values, *caches, step.batch.slots)
+
+    def attend(self, layer: int, step: AttentionStep) -> None:
+        batch, padded = step.batch, step.batch.padded
+        if padded is None:
+            super().attend(layer, step)
+            return
+        if not step.is_written:
+            self.write(layer, step)
+        rows = PagedRows(
+            batch.query_starts,
+            batch.context_lengths,
+            batch.block_tables,
+            ends=None,
+            longest=len(step.queries),
+            counts=padded.counts,
+        )
+        operands = self._operands(layer, step, slice(None))
+        shape = PagedShape.of(self._spec.attention(layer), step.cache.block_size)
+        attend_padded(shape, rows, padded.most_chunks, batch.prefixes, *operands)
 
     def _decode(self, layer: int, step: AttentionStep) -> None:
         if not self._is_supported:
@@ -179,7 +203,10 @@ class PagedAttention(TorchAttention):
         if begin == end:
             return
         chunks = self._metadata_of(step.batch).chunks(begin, end)
+        spec = self._spec.attention(layer)
         has_flash = self._has_flash and layer in self._flash_layers
+        if spec.is_chunked:
+            has_flash &= chunks.longest_context <= spec.window
         if has_flash and chunks.are_whole_prompts and _has_keys_of_rows(step):
             attended = flash_attention(
                 step.queries[chunks.part],
@@ -187,8 +214,8 @@ class PagedAttention(TorchAttention):
                 step.values[chunks.part],
                 chunks.starts,
                 chunks.rows.longest,
-                self._spec.attention(layer).scale,
-                self._spec.attention(layer).window,
+                spec.scale,
+                spec.window,
             )
             step.out[chunks.part] = attended.flatten(1)
         else:
@@ -203,20 +230,23 @@ class PagedAttention(TorchAttention):
         prefixes: SharedPrefixes | None = None,
     ) -> None:
         """Attend for the sequences of `rows`; their queries are the slice `part` of the step's."""
-        spec, cache = self._spec.attention(layer), step.cache
-        shape = PagedShape.of(spec, cache.block_size)
-        operands = (
-            step.queries[part],
-            cache.keys[layer].transpose(1, 2),
-            cache.values[layer].transpose(1, 2),
-            step.sinks,
-            step.out[part],
-            step.slopes,
-        )
+        shape = PagedShape.of(self._spec.attention(layer), step.cache.block_size)
+        operands = self._operands(layer, step, part)
         if prefixes is None or shape.window:
             attend_pages(shape, rows, *operands)
         else:
             attend_shared(shape, rows, prefixes, *operands)
+
+    def _operands(self, layer: int, step: AttentionStep, part: slice) -> _Operands:
+        """Return the tensors of a launch for the slice `part` of the step's queries."""
+        return (
+            step.queries[part],
+            step.cache.keys[layer].transpose(1, 2),
+            step.cache.values[layer].transpose(1, 2),
+            step.sinks,
+            step.out[part],
+            step.slopes,
+        )
 
     def _metadata_of(self, batch: StepBatch) -> "StepMetadata":
         found = self._metadata.get(id(batch))
@@ -248,13 +278,15 @@ class Chunks:
         ends = batch.visible_ends
         self.part = slice(first.first, last.first + last.rows)
         """Their rows"""
+        self.longest_context = max(span.context for span in spans)
+        """Number of tokens of the longest context"""
         self.rows = PagedRows(
             batch.query_starts[first.sequence : last.sequence + 2],
             batch.context_lengths[sequences],
             batch.block_tables[sequences],
             ends=None if ends is None else ends[self.part],
             longest=max(span.rows for span in spans),
-            most_tokens=max(span.context for span in spans),
+            most_tokens=self.longest_context,
         )
         self.are_whole_prompts = ends is None and all(span.rows == span.context for span in spans)
         """True if flash attention computes them, because all their keys are of this step"""

@@ -1,11 +1,15 @@
 """Tiles of the attention kernels over pages, by shape. The figures are tuned on an H200."""
 
+import math
 from dataclasses import dataclass
 
 __all__ = [
+    "MAX_SPAN",
     "MAX_SPLITS",
     "MIN_SPAN",
     "Tile",
+    "count_padded_splits",
+    "count_programs",
     "count_splits",
     "decode_tile",
     "power_of_two",
@@ -16,10 +20,12 @@ MAX_SPLITS = 64
 """Most parts of one context; the kernel that merges them holds as many at once"""
 MIN_SPAN = 128
 """Least keys of a part: a shorter one costs more to merge than it saves"""
-_MAX_SPAN = 2048
+MAX_SPAN = 2048
 """Most keys of a part of the longest context, so that short contexts don't wait for it"""
 _PROGRAMS = 2
 """Number of programs that fill a multiprocessor"""
+_MOST_PROGRAMS = 8192
+"""Most programs of a padded launch, which end at once where a step has less for them to do"""
 _SCRATCH = 64 << 20
 """Bytes of the float32 parts that one call may allocate"""
 _DECODE_ROWS = 64
@@ -89,10 +95,44 @@ def count_splits(
     contexts even if that many programs fill the GPU. The result depends on shapes and the GPU
     alone, so that a captured graph holds it.
     """
-    programs = _PROGRAMS * multiprocessors
-    wanted = max(-(-programs // tiles), -(-tokens // _MAX_SPAN) if evens else 1)
-    part_bytes = 4 * rows * heads * head_dim
-    most = min(MAX_SPLITS, tokens // MIN_SPAN, _SCRATCH // part_bytes)
+    wanted = -(-count_programs(multiprocessors) // tiles)
+    if evens:
+        wanted = max(wanted, -(-tokens // MAX_SPAN))
+    return _bounded(wanted, rows * heads * head_dim, tokens)
+
+
+def count_padded_splits(
+    tiles: int,
+    heads: int,
+    shape: tuple[int, int, int],
+    tokens: int,
+    multiprocessors: int,
+    *,
+    evens: bool,
+) -> int:
+    """Return the most parts that a context of a padded step is divided into, a power of two.
+
+    tiles: number of the launch's tiles of queries, of which a step may use one alone; heads: number
+    of programs for each; shape: rows, heads and width of the output. The other parameters are those
+    of `count_splits`. The kernel decides how many of the parts a step has.
+    """
+    wanted = min(-(-count_programs(multiprocessors) // heads), _MOST_PROGRAMS // (tiles * heads))
+    if evens:
+        wanted = max(wanted, -(-tokens // MAX_SPAN))
+    return _bounded(wanted, math.prod(shape), tokens)
+
+
+def count_programs(multiprocessors: int) -> int:
+    """Return the number of programs that fill a GPU."""
+    return _PROGRAMS * multiprocessors
+
+
+def _bounded(wanted: int, numbers: int, tokens: int) -> int:
+    """Return the greatest power of two up to `wanted` parts that scratch memory and spans allow.
+
+    numbers: float32 numbers of one part of all rows.
+    """
+    most = min(MAX_SPLITS, tokens // MIN_SPAN, _SCRATCH // (4 * numbers))
     return 1 << (max(1, min(wanted, most)).bit_length() - 1)
 
 

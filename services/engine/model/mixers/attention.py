@@ -170,7 +170,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
             if self._spec.gate is not None:
                 self._operators.keep(scratch.gates, rows)
             batch = batch.narrowed
-        if self._spec.is_chunked:
+        if self._spec.is_chunked and not self._backend.sees_chunks:
             batch = in_chunks(batch, self._spec.window, cache.block_size)
         is_written = is_written or self._spec.reads_layer is not None
         step = self._step(batch, cache, scratch, attending, is_written)

@@ -74,6 +74,7 @@ def load_on_transformers(
     give_back_freed()
     parts = (plan, spec, dtype, device, operators, attention, reader.step_bytes)
     model = LeadingModel(ranks, *parts) if ranks.leads_others else TransformersModel(*parts)
+    model.runs_alone = ranks.rank.is_alone
     model.adapters = adapters
     if not separates_sequences(model):
         reason = "sequences that share a step change each other"

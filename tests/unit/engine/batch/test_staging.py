@@ -16,17 +16,17 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("groups", "axes"), [(1, 0), (2, 0), (1, 3)])
 @given(steps=STEPS)
 @settings(max_examples=60)
 def test_model_reads_every_step_as_it_was_filled_in(
-    groups: int, copies: bool, steps: list[tuple[int, list[int]]]
+    groups: int, axes: int, copies: bool, steps: list[tuple[int, list[int]]]
 ) -> None:
     """Steps of any size follow each other, over ten sequences that grow by a block at a time.
 
     groups: tables of each sequence; copies: as for a device with memory of its own.
     """
-    staging = Staging(torch.device("cpu"), groups, copies=copies)
+    staging = Staging(torch.device("cpu"), groups, axes, copies=copies)
     blocks = [[[i + group] for group in range(groups)] for i in range(10)]
     number = 0
     for tokens, owners in steps:
@@ -48,12 +48,14 @@ def test_model_reads_every_step_as_it_was_filled_in(
             number += 1
             array[:] = number
             filled.append(array.tolist())
+        fields.rotary_positions[:] = number
         staged = staging.send()
         arrays = [staged.token_ids, staged.positions, *staged.slots, staged.sources]
         arrays += [staged.output_rows, staged.query_starts, staged.output_starts]
         assert [each.tolist() for each in (*arrays, staged.context_lengths)] == filled
         sizes, count = [len(array) for array in filled], len(owners)
         assert sizes == [tokens] * (4 + groups) + [count + 1] * 2 + [count]
+        assert staged.rotary_positions.tolist() == [[number] * tokens] * axes
         rows = staged.block_tables.flatten(0, 1).tolist()
         assert [row[: len(table)] for row, table in zip(rows, tables, strict=True)] == tables
         assert {len(row) for row in rows} == {table_width(max(map(len, tables)))}

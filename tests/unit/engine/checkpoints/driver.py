@@ -6,8 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from services.engine.batch.step_batch import OutputRows, StateSegments, StepBatch
-from services.engine.execution.piece_graphs import PieceGraphs
+from services.engine.batch.step_batch import OutputRows, PaddedStep, StateSegments, StepBatch
 from services.engine.model.model import Model
 from tests.unit.engine.checkpoints.shapes import VOCABULARY
 
@@ -21,10 +20,10 @@ class Driver:
         sequences: Sequence[Tensor],
         block_size: int = 32,
         *,
-        in_pieces: bool = False,
+        padded: bool = False,
         adapters: Sequence[int] = (),
     ) -> None:
-        """in_pieces: run steps in padded pieces, as on a GPU; adapters: one for each sequence."""
+        """padded: pad steps with chunks, as on a GPU; adapters: one for each sequence."""
         self._adapters = adapters
         self._decoder = decoder
         self._sequences = sequences
@@ -42,7 +41,7 @@ class Driver:
         self._free_slots = list(range(runs))
         self._snapshots: list[dict[int, int]] = [{} for _ in sequences]
         """By sequence, the slot of the states behind some numbers of its tokens"""
-        self._pieces = PieceGraphs(decoder, self.cache, 1024) if in_pieces else None
+        self._padded = padded
         self._done = [0] * len(sequences)
         self.logits = [torch.empty(0, decoder.spec.vocab_size) for _ in sequences]
         """Logits so far, [tokens, vocabulary] for each sequence; NaN: not computed"""
@@ -69,10 +68,9 @@ class Driver:
         counts = batch.query_lengths_host
         if kept is not None:
             batch, counts = replace(batch, output_rows=keep_last(counts, kept)), tuple(kept)
-        if self._pieces is not None:
-            hidden = self._pieces.run(batch)
-        else:
-            hidden = self._decoder.forward(batch, self.cache)
+        if self._padded and not batch.is_decode:
+            batch = pad(batch, (self.cache.num_blocks - 1) * self._size)
+        hidden = self._decoder.forward(batch, self.cache)[: sum(counts)]
         logits = torch.split(self._decoder.logits(hidden), list(counts))
         for (index, count), rows in zip(chunks, logits, strict=True):
             self._done[index] += count
@@ -117,6 +115,40 @@ class Driver:
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         read, written = (torch.tensor(each, dtype=torch.int32) for each in (sources, targets))
         return StateSegments(starts, read, written, tuple(lengths))
+
+
+def pad(batch: StepBatch, spare_slot: int) -> StepBatch:
+    """Return a batch with rows and sequences that stand for nothing, and write to a slot."""
+    tokens, sequences, more = len(batch.token_ids), len(batch.context_lengths), 5
+
+    def behind(tensor: Tensor, count: int, filling: int) -> Tensor:
+        return torch.cat((tensor, tensor.new_full((count, *tensor.shape[1:]), filling)))
+
+    outputs = batch.output_rows
+    if outputs is None:
+        rows = torch.arange(tokens)
+        outputs = OutputRows(rows, batch.query_starts, batch.query_lengths_host)
+    kept = len(outputs.indices)
+    padded = replace(
+        batch,
+        token_ids=behind(batch.token_ids, more, 0),
+        positions=behind(batch.positions, more, 0),
+        slots=behind(batch.slots, more, spare_slot),
+        query_starts=behind(batch.query_starts, more, tokens),
+        context_lengths=behind(batch.context_lengths, more, 0),
+        block_tables=behind(batch.block_tables, more, -1),
+        output_rows=OutputRows(
+            behind(outputs.indices, more, 0),
+            behind(outputs.starts, more, kept),
+            outputs.lengths_host,
+        ),
+        padded=PaddedStep(
+            torch.tensor([batch.num_decodes, sequences], dtype=torch.int32),
+            sequences - batch.num_decodes + 1,
+        ),
+    )
+    groups = [(padded.slots, padded.block_tables) for _ in batch.further_groups]
+    return padded.with_groups([slots for slots, _ in groups], [tables for _, tables in groups])
 
 
 def keep_last(lengths: Sequence[int], kept: Sequence[int]) -> OutputRows:

@@ -43,8 +43,8 @@ def test_graphs_of_all_sizes_are_captured_before_the_first_request(embedded_mode
     before = [layer.clone() for layer in cache.pages]
     runner = ModelRunner(model.decoder, cache, StepCapacity(200, 5, 40))
     runner.capture_graphs(decode_sizes(5, 40, 100))
-    assert runner.piece_sizes == [128, 64]
-    runner.capture_pieces(runner.piece_sizes)
+    assert {size.tokens for size in runner.mixed_sizes} == {16, 32, 64, 128}
+    runner.capture_mixed(runner.mixed_sizes)
     for old, new in zip(before, cache.pages, strict=True):
         assert torch.equal(old[:-1], new[:-1])
         assert not torch.equal(old[-1], new[-1])

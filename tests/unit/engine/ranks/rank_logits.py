@@ -14,8 +14,8 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.execution.adapter_files import convert_adapter
-from services.engine.execution.decode_graphs import DecodeGraphs
 from services.engine.execution.model_runner import ModelRunner
+from services.engine.execution.step_graphs import StepGraphs
 from services.engine.messages import AddRequest
 from services.engine.model.adapters.adapters import ConvertedAdapter
 from services.engine.model.checkpoint.config import CheckpointError
@@ -202,7 +202,7 @@ def _generate_in_graphs(path: Path, ranks: RankGroup, out: Path) -> None:
         ranks.dissolve()
         return
     cache = decoder.allocate_cache(256 + 1, tiny.BLOCK)
-    graphs = DecodeGraphs(decoder, cache)
+    graphs = StepGraphs(decoder, cache)
     addresses: dict[object, set[object]] = {}
 
     def run(batch: StepBatch) -> Tensor:

@@ -13,6 +13,7 @@ from services.engine.model.attention import cache_kernel
 from services.engine.model.attention.paged_kernels import (
     PagedRows,
     PagedShape,
+    attend_padded,
     attend_pages,
     attend_shared,
 )
@@ -53,11 +54,11 @@ def compile_all(capability: int) -> Iterator[Compiled]:
     """Yield every attention kernel, and the one that writes to the cache."""
     triton.runtime.driver.set_active(_Driver(capability))
     for family, shape in SHAPES.items():
-        for rows, together in ((1, False), (300, False), (40, True)):
-            if together and shape[5]:
+        for rows, kind in ((1, "pages"), (300, "pages"), (40, "shared"), (64, "padded")):
+            if kind == "shared" and shape[5]:
                 continue  # windows share nothing
-            for kernel in _launched(rows, *shape, together=together):
-                compiled = inspect(kernel, capability, f"{family}, {rows} rows")
+            for kernel in _launched(rows, *shape, kind=kind):
+                compiled = inspect(kernel, capability, f"{family}, {rows} rows, {kind}")
                 compiled.check(pipelined=compiled.kernel != "merge_parts")
                 yield compiled
     for dtype in ("bf16", "fp16", "fp32"):
@@ -80,24 +81,29 @@ def _launched(
     sees_ahead: bool,
     has_slopes: bool,
     *,
-    together: bool,
+    kind: str,
 ) -> list[Any]:
-    """Return the kernels that attend for one sequence's last rows over tables for 16,384 tokens.
+    """Return the kernels that attend for some rows over tables for 16,384 tokens.
 
-    together: for one row of each of `rows` sequences, whose contexts begin with the same pages.
+    kind: "pages" for one sequence's last rows; "shared" for one row of each of `rows` sequences,
+    whose contexts begin with the same pages; "padded" for a step of decodes and chunks.
     """
     dtype = torch.bfloat16
     keys = torch.empty(2, 64, kv_heads, head_dim, dtype=dtype)
     values = torch.empty(2, 64, kv_heads, value_dim, dtype=dtype)
-    sequences = rows if together else 1
-    shape = PagedShape(heads, kv_heads, head_dim, value_dim, 64, head_dim**-0.5, cap, window)
+    sequences = 1 if kind == "pages" else rows
+    scale, is_chunked = head_dim**-0.5, kind == "padded" and window > 0 and not sees_ahead
+    shape = PagedShape(heads, kv_heads, head_dim, value_dim, 64, scale, cap, window, is_chunked)
     batch = PagedRows(
         starts=torch.empty(sequences + 1, dtype=torch.int32),
         lengths=torch.empty(sequences, dtype=torch.int32),
         tables=torch.empty(sequences, 256, dtype=torch.int32),
-        ends=torch.empty(rows, dtype=torch.int32) if sees_ahead else None,
-        longest=1 if together else rows,
+        ends=torch.empty(rows, dtype=torch.int32) if sees_ahead and kind != "padded" else None,
+        longest=1 if kind == "shared" else rows,
+        counts=torch.empty(2, dtype=torch.int32) if kind == "padded" else None,
     )
+    numbers = torch.empty(sequences, dtype=torch.int32)
+    prefixes = SharedPrefixes(numbers, numbers, torch.empty(3, dtype=torch.int32))
     operands = (
         torch.empty(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)[:, :heads],
         keys,
@@ -114,10 +120,10 @@ def _launched(
         )
 
     with patch.object(triton.runtime.jit.KernelInterface, "__getitem__", compile_only):
-        if together:
-            counts = torch.empty(sequences, dtype=torch.int32)
-            prefixes = SharedPrefixes(counts, counts, torch.empty(3, dtype=torch.int32))
+        if kind == "pages":
+            attend_pages(shape, batch, *operands)
+        elif kind == "shared":
             attend_shared(shape, batch, prefixes, *operands)
         else:
-            attend_pages(shape, batch, *operands)
+            attend_padded(shape, batch, 8, prefixes, *operands)
     return compiled

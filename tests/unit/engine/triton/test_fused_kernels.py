@@ -1,25 +1,21 @@
-"""Fused kernels equal torch's operators, and a layer takes few launches."""
+"""Fused kernels equal torch's operators."""
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
 from services.engine.model import loader
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.attention.cache_kernel import write_tokens
-from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_model
-from services.engine.model.model import Model
 from services.engine.model.operators import fused_kernels
 from services.engine.model.operators.activations import activated
 from services.engine.model.operators.rotation import Rotation
@@ -133,54 +129,3 @@ def test_family_equals_transformers(tmp_path: Path, name: str) -> None:
     driver.step([(0, 1)])
     expected = reference_logits(model, tokens)
     torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
-
-
-class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of torch that launch a kernel on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view and "empty" not in str(func) and "detach" not in str(func):
-            self.names.append(str(func))
-        return result
-
-
-def test_layer_takes_few_launches_besides_its_attention(tmp_path: Path) -> None:
-    """It took 48 with torch's operators: the launches of a step are the host's time."""
-    make_checkpoint(tmp_path, CONFIGS["llama"])
-    onednn = "services.engine.model.operators.torch_operators._has_onednn_kernels"  # on CPUs alone
-    with (
-        fused(),
-        patch("services.engine.model.attention.native", None),
-        patch(onednn, return_value=False),
-    ):
-        decoder = load_model(tmp_path, torch.float32)
-    layers = [count_launches(decoder, layer) for layer in range(1, decoder.spec.num_layers)]
-    # two norms, three products in place of four, rotation, activation, the output, and the cache
-    assert layers == [9] * len(layers), layers
-
-
-def count_launches(decoder: Model, layer: int) -> int:
-    """Return the launches of the piece before a layer's attention, on the second run."""
-    tokens = random_tokens(8, 1)
-    driver = Driver(decoder, [tokens], block_size=16)
-    batch = driver.batch([(0, 8)])
-    decoder.compute_piece(layer, batch, driver.cache)
-    fused_calls = 0
-
-    def counted(*args: Any, **kwargs: Any) -> None:
-        nonlocal fused_calls
-        fused_calls += 1
-
-    module = "services.engine.model.operators.triton_operators"
-    with ExitStack() as stack:
-        for name in ("norm_rows", "rotate_heads", "activate"):
-            stack.enter_context(patch(f"{module}.{name}", counted))
-        stack.enter_context(patch.object(TorchAttention, "write", counted))
-        launches = stack.enter_context(Launches())
-        decoder.compute_piece(layer, batch, driver.cache)
-    return fused_calls + len(launches.names)

@@ -103,12 +103,14 @@ class Layer:
         images: bool = False,
         overflow: bool = False,
         shared: Sequence[int] | None = None,
+        padding: tuple[int, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the kernel's output, and the torch backend's in float32.
 
         images: let some tokens of each chunk see each other. overflow: let a value of the first
         sequence be infinite, and one of its keys. shared: number of pages of each sequence's
-        prefix, which sequences with the same number share, and the kernel reads once.
+        prefix, which sequences with the same number share, and the kernel reads once. padding:
+        numbers of rows and of sequences to which a step of decodes and then chunks is padded.
         """
         batch = make_batch(spans, self.case.width)
         for length in set(shared or ()):
@@ -161,11 +163,47 @@ class Layer:
             out,
             self.slopes,
         )
-        if shared is None:
+        prefixes = None if shared is None else prefixes_of(shared)
+        if padding is not None:
+            operands, paged, prefixes = pad(operands, paged, prefixes, spans, *padding)
+            kernels.attend_padded(shape, paged, MOST_CHUNKS, prefixes, *operands)
+            out = operands[4][:rows]
+            assert operands[4][rows:].isnan().all()
+        elif prefixes is None:
             kernels.attend_pages(shape, paged, *operands)
         else:
-            kernels.attend_shared(shape, paged, prefixes_of(shared), *operands)
+            kernels.attend_shared(shape, paged, prefixes, *operands)
         return out, expected
+
+
+def pad(
+    operands: tuple[Any, ...],
+    batch: Any,
+    prefixes: SharedPrefixes | None,
+    spans: tuple[tuple[int, int], ...],
+    rows: int,
+    sequences: int,
+) -> tuple[tuple[Any, ...], Any, SharedPrefixes | None]:
+    """Pad a step's rows with NaN, and its sequences with ones that have no rows."""
+    more, last = sequences - len(spans), int(batch.starts[-1])
+    decodes = next((i for i, (n, _) in enumerate(spans) if n > 1), len(spans))
+    wide = [
+        torch.cat((each, torch.full((rows - len(each), *each.shape[1:]), torch.nan)))
+        for each in (operands[0], operands[4])
+    ]
+    batch = dataclasses.replace(
+        batch,
+        starts=torch.cat((batch.starts, torch.full((more,), last, dtype=torch.int32))),
+        lengths=torch.cat((batch.lengths, torch.zeros(more, dtype=torch.int32))),
+        tables=torch.cat(
+            (batch.tables, torch.full((more, batch.tables.shape[1]), 99_999, dtype=torch.int32))
+        ),
+        counts=torch.tensor([decodes, len(spans)], dtype=torch.int32),
+    )
+    if prefixes is not None:
+        tokens = torch.cat((prefixes.tokens, torch.zeros(more, dtype=torch.int32)))
+        prefixes = dataclasses.replace(prefixes, tokens=tokens)
+    return (wide[0], *operands[1:4], wide[1], operands[5]), batch, prefixes
 
 
 def prefixes_of(pages: Sequence[int]) -> SharedPrefixes:
@@ -180,6 +218,9 @@ def prefixes_of(pages: Sequence[int]) -> SharedPrefixes:
         torch.tensor([*chain(*groups), *[0] * (len(pages) - starts[-1])], dtype=torch.int32),
         torch.tensor([*starts, starts[-1]], dtype=torch.int32),  # the last prefix has no rows
     )
+
+
+MOST_CHUNKS = 4
 
 
 def make_batch(spans: tuple[tuple[int, int], ...], width: int) -> StepBatch:
@@ -234,6 +275,28 @@ def test_shared_pages_are_read_once(base: ModelSpec, case: Case, shared: tuple[i
     spans = tuple((1, PAGE * n + context) for n, context in zip(shared, contexts, strict=True))
     layer = Layer(base, dataclasses.replace(case, width=16), torch.float32)
     out, expected = layer.run(spans, shared=shared)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "spans",
+    [DECODES, CHUNKS[::2], (*DECODES, *CHUNKS[::2], (2, 2))],
+    ids=["decodes", "chunks", "both"],
+)
+def test_padded_rows_equal_the_torch_backend(
+    base: ModelSpec, case: Case, spans: tuple[tuple[int, int], ...]
+) -> None:
+    """A step of streams and prompts whose graph is larger than the step."""
+    out, expected = Layer(base, case, torch.float32).run(spans, padding=(48, 11))
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_streams_of_a_padded_step_share_their_prefix(base: ModelSpec) -> None:
+    shared = (2, 0, 2, 2, 0)
+    spans = tuple((1 if i < 4 else 20, 150 + i) for i in range(5))
+    layer = Layer(base, Case(8, 2, 64, width=16), torch.float32)
+    out, expected = layer.run(spans, shared=shared, padding=(32, 8))
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -299,17 +362,30 @@ class _Launches:
         return lambda *args, **constants: self.seen.append((grid, constants))
 
 
-def test_launches_of_decodes_depend_on_shapes_alone(
-    base: ModelSpec, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("padding", "steps", "count"),
+    [
+        (None, [((1, 1), (1, 2), (1, 3)), ((1, 1000), (1, 64), (1, 1))], 2),
+        ((64, 8), [((1, 1), (1, 2), (40, 300)), ((5, 5), (9, 1000))], 4),
+    ],
+    ids=["decodes", "padded"],
+)
+def test_launches_depend_on_shapes_alone(
+    base: ModelSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    padding: tuple[int, int] | None,
+    steps: list[tuple[tuple[int, int], ...]],
+    count: int,
 ) -> None:
     """A captured graph replays the launches of its first step for all steps of its size."""
     launches = _Launches()
     monkeypatch.setattr(kernels, "attend_tile", launches)
     monkeypatch.setattr(kernels, "merge_parts", launches)
     layer = Layer(base, Case(4, 2, 16, width=16), torch.float32)
-    layer.run(((1, 1), (1, 2), (1, 3)))
-    first = list(launches.seen)
-    launches.seen.clear()
-    layer.run(((1, 1000), (1, 64), (1, 1)))
-    assert len(first) == 2
-    assert launches.seen == first
+    seen = []
+    for spans in steps:
+        layer.run(spans, padding=padding)
+        seen.append(list(launches.seen))
+        launches.seen.clear()
+    assert len(seen[0]) == count
+    assert seen[0] == seen[1]

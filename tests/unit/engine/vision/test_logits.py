@@ -15,8 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.common.images import decode
+from services.engine.batch.step_batch import StepBatch
 from services.engine.checked_request import PlacedImage
 from services.engine.engine import Engine, Generation
+from services.engine.execution import loaded_model
+from services.engine.execution.model_runner import StepCapacity
+from services.engine.execution.step_graphs import StepGraphs
 from services.engine.frontend.image_client import ClientImage
 from services.engine.frontend.image_placement import place_images
 from services.engine.messages import Output, RequestDone, Score, ScoredPrompt, Token
@@ -133,9 +137,27 @@ def test_other_images_on_the_same_ids_are_computed_anew(models: Models) -> None:
     compare_output(models, ids, answer, other)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", VISION_MODELS)
-def test_chunks_and_neighbors_change_nothing(name: str, tmp_path: Path) -> None:
-    """Long prompts are computed over several steps, beside other requests with other images."""
+def test_chunks_and_neighbors_change_nothing(
+    name: str, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long prompts are computed over several steps, beside other requests with other images.
+
+    padded: pad steps as on a GPU, where those with image tokens alone run as they are.
+    """
+    padded_steps: list[StepBatch] = []
+    run_graph = StepGraphs.run
+
+    def note_run(graphs: StepGraphs, batch: StepBatch) -> Tensor:
+        assert not batch.images, "graphs hold no images"
+        padded_steps.append(batch)
+        return run_graph(graphs, batch)
+
+    if padded:
+        capacity = StepCapacity(tokens=64, sequences=8, blocks=64)
+        monkeypatch.setattr(loaded_model, "graph_capacity", lambda *_: capacity)
+        monkeypatch.setattr(StepGraphs, "run", note_run)
     models = Models(name, tmp_path, max_step_tokens=24)
     prompts = [(files, *models.prompt(files, text=17)) for files in (THREE, NONE, ONE)]
     handles = [
@@ -152,6 +174,7 @@ def test_chunks_and_neighbors_change_nothing(name: str, tmp_path: Path) -> None:
     answers = run(models.engine, handles)
     for (files, ids, _), answer in zip(prompts, answers, strict=True):
         compare_output(models, ids, answer, files)
+    assert any(batch.is_decode for batch in padded_steps) == padded, "images stay in the graphs"
 
 
 def generate(

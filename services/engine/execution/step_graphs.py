@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one launch instead of about ten per layer."""
+"""CUDA graphs of padded steps: one launch instead of about ten per layer."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.model.attention import KVCache
 from services.engine.model.model import Model
 
-__all__ = ["DecodeGraphs"]
+__all__ = ["StepGraphs"]
 
 _WARM_UPS = 2
 """Number of passes before a capture, which compile kernels and allocate libraries' workspaces"""
@@ -23,12 +23,13 @@ class _Captured:
     """References to the memory that the graph reads and writes, which must not be freed"""
 
 
-class DecodeGraphs:
-    """A graph for each size of decode step, captured before the first request.
+class StepGraphs:
+    """A graph for each size of padded step, captured before the first request.
 
-    A size is a number of rows, a width of the block tables, and whether decodes share prefixes;
-    `batch.buckets` keeps their number low. A capture takes several passes, and seconds more where
-    attention compiles a kernel. A step of any other size runs without a graph.
+    A size of decode steps is a number of rows, a width of the block tables, and whether decodes
+    share prefixes; one of steps with chunks is a number of tokens in addition. `batch.buckets`
+    keeps their number low. A capture takes several passes, and seconds more where attention
+    compiles a kernel. A step of any other size runs without a graph.
     All graphs share one memory pool, as large as the largest graph needs. A graph replays with the
     addresses of its capture, so the memory of batches must be reserved beforehand.
     With several ranks, each has graphs of its own, which contain the sums over all ranks: all ranks
@@ -45,7 +46,7 @@ class DecodeGraphs:
         self._captured: dict[tuple[int, ...], _Captured] = {}
 
     def run(self, batch: StepBatch) -> Tensor:
-        """Return hidden states [rows, hidden_size] of a padded batch without prefill chunks."""
+        """Return hidden states [rows, hidden_size] of a padded batch; padding has rows, too."""
         self._decoder.announce(batch, as_graph=True)
         captured = self._captured.get(_key(batch))
         if captured is None:
@@ -81,5 +82,5 @@ class DecodeGraphs:
 
 
 def _key(batch: StepBatch) -> tuple[int, ...]:
-    tables, shares = batch.block_tables, batch.prefixes is not None
-    return (*tables.shape, shares, tables.data_ptr(), batch.token_ids.data_ptr())
+    tables, tokens, shares = batch.block_tables, batch.token_ids, batch.prefixes is not None
+    return (len(tokens), *tables.shape, shares, tables.data_ptr(), tokens.data_ptr())
