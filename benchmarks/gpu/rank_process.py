@@ -27,8 +27,6 @@ from services.engine.settings import EngineSettings
 
 __all__ = ["main"]
 
-_WITH_GRAPHS = ("execution.loaded_model", "loop.loaded_loop", "loop.follower_process")
-
 
 def main() -> None:
     """Compute the answers with the other ranks."""
@@ -64,9 +62,8 @@ def _over_gloo() -> Iterator[None]:
         stack.enter_context(patch.object(dist, "init_process_group", init_gloo))
         chosen = "services.engine.ranks.group.choose_all_reduce"
         stack.enter_context(patch(chosen, lambda *_: AllReduce()))
-        for module in _WITH_GRAPHS:
-            name = f"services.engine.{module}.graph_capacity"
-            stack.enter_context(patch(name, return_value=None))
+        name = "services.engine.execution.loaded_model.graph_capacity"
+        stack.enter_context(patch(name, return_value=None))
         yield
 
 

@@ -369,6 +369,8 @@ class LoadSnapshot(NamedTuple):
     """Drafts since the start"""
     oversized_steps: int = 0
     """Steps since the start that were larger than the memory that CUDA graphs reserve"""
+    ungraphed_steps: int = 0
+    """Steps since the start that ran without a CUDA graph, in an engine with graphs"""
 
 
 class CacheChange(NamedTuple):

@@ -7,12 +7,25 @@ are few sizes.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["MIXED_TOKENS", "MixedSize", "decode_sizes", "mixed_sizes", "row_bucket", "table_width"]
+__all__ = [
+    "MIXED_TOKENS",
+    "MixedSize",
+    "decode_sizes",
+    "mixed_sizes",
+    "outweighs_graph",
+    "row_bucket",
+    "table_width",
+]
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
 """Padded numbers of tokens of steps with chunks, ascending. Up to a few hundred tokens, padding
 costs a GPU no time; a larger step takes longer than its launches, so it needs no graphs"""
 
+_LONG_CHUNK = 512
+"""Least tokens of a long chunk"""
+_MOST_PAIRS = 1 << 23
+"""Most product of a long chunk's tokens and its context in a graph. Beyond it, an attention kernel
+for long chunks, which no graph holds, saves more time than the graph"""
 _MIXED_ROWS = (32, 256)
 """Padded numbers of sequences of such steps, beside the largest. Attention's launches have programs
 for all of them, and those of padding end at once"""
@@ -101,6 +114,14 @@ def mixed_sizes(most_tokens: int, most_rows: int, most_blocks: int) -> list[Mixe
         for sequences in sorted({min(each, tokens, most_rows) for each in (*_MIXED_ROWS, tokens)})
     ]
     return sorted(sizes[:_MOST_MIXED], reverse=True)
+
+
+def outweighs_graph(tokens: int, context: int) -> bool:
+    """Return whether the attention of a chunk of `tokens` tokens has faster kernels than a graph's.
+
+    context: number of the sequence's tokens up to the chunk's last.
+    """
+    return tokens >= _LONG_CHUNK and tokens * context > _MOST_PAIRS
 
 
 def _up_to(last: int, following: Callable[[int], int]) -> Iterator[int]:

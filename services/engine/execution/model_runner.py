@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.engine.batch.buckets import MixedSize, mixed_sizes, row_bucket
+from services.engine.batch.buckets import MixedSize, mixed_sizes, outweighs_graph, row_bucket
 from services.engine.batch.shared_prefixes import LEAST_ROWS
+from services.engine.batch.step_batch import StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.execution.adapter_files import convert_adapter
 from services.engine.execution.batch_builder import BatchBuilder, DeviceTokens, adapters_of
@@ -57,6 +58,7 @@ class ModelRunner:
         self._cache = cache
         self._batches = BatchBuilder(decoder, cache, pads=graph_capacity is not None)
         self._graphs: StepGraphs | None = None
+        self._unpadded_steps = 0
         self.mixed_sizes: Sequence[MixedSize] = ()
         """Sizes of padded steps with chunks, largest first"""
         self._reading = AdapterReading(partial(convert_adapter, decoder))
@@ -78,21 +80,29 @@ class ModelRunner:
         Rows are in the order of the plan: one per decode, `num_outputs` per chunk; there may be
         more behind them. drawn: the newest tokens of the sequences that have one in flight.
         """
-        if self._graphs is None or self._batches.images.fill(plan) or adapters_of(plan):
+        batch = None if self._graphs is None else self._padded(plan, drawn)
+        if self._graphs is None or batch is None:
+            self._unpadded_steps += self._graphs is not None
             return self._decoder.forward(self._batches.build(plan, drawn), self._cache)
+        return self._graphs.run(batch)
+
+    def _padded(self, plan: StepPlan, drawn: DeviceTokens | None) -> StepBatch | None:
+        """Return the batch of a padded step; None if no graph can run the step."""
+        if self._batches.images.fill(plan) or adapters_of(plan):
+            return None
         if not plan.chunks:
             padding = row_bucket(len(plan.decodes)) - len(plan.decodes)
-            return self._graphs.run(self._batches.build(plan, drawn, padding))
+            return self._batches.build(plan, drawn, padding)
         size = self._mixed_size(plan)
-        if size is None:
-            return self._decoder.forward(self._batches.build(plan, drawn), self._cache)
-        return self._graphs.run(self._batches.build(plan, drawn, size=size))
+        return None if size is None else self._batches.build(plan, drawn, size=size)
 
     def _mixed_size(self, plan: StepPlan) -> MixedSize | None:
         """Return the least size that holds a plan with chunks; None if none does."""
         decodes, chunks = len(plan.decodes), plan.chunks
         tokens = decodes + sum(chunk.count for chunk in chunks)
         if not self.mixed_sizes or tokens > self.mixed_sizes[0].tokens:
+            return None
+        if any(outweighs_graph(chunk.count, chunk.end) for chunk in chunks):
             return None
         sequences = [*plan.decodes, *(chunk.sequence for chunk in chunks)]
         blocks = max(len(table.blocks) for sequence in sequences for table in sequence.tables)
@@ -129,6 +139,12 @@ class ModelRunner:
             capture(self._batches.build(_NOTHING, None, rows, blocks))
             if progress is not None:
                 progress.add()
+
+    @property
+    def ungraphed_steps(self) -> int:
+        """Number of steps without a graph in an engine with graphs."""
+        missed = 0 if self._graphs is None else self._graphs.missed_steps
+        return self._unpadded_steps + missed
 
     @property
     def oversized_steps(self) -> int:

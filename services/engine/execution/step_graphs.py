@@ -9,7 +9,7 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.model.attention import KVCache
 from services.engine.model.model import Model
 
-__all__ = ["StepGraphs"]
+__all__ = ["StepGraphs", "key_of"]
 
 _WARM_UPS = 2
 """Number of passes before a capture, which compile kernels and allocate libraries' workspaces"""
@@ -44,12 +44,15 @@ class StepGraphs:
         self._is_cuda = decoder.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
         self._captured: dict[tuple[int, ...], _Captured] = {}
+        self.missed_steps = 0
+        """Number of steps on a GPU for whose size there is no graph"""
 
     def run(self, batch: StepBatch) -> Tensor:
         """Return hidden states [rows, hidden_size] of a padded batch; padding has rows, too."""
         self._decoder.announce(batch, as_graph=True)
-        captured = self._captured.get(_key(batch))
+        captured = self._captured.get(key_of(batch))
         if captured is None:
+            self.missed_steps += self._is_cuda
             return self._decoder.compute(batch, self._cache)
         captured.graph.replay()
         return captured.hidden
@@ -62,7 +65,7 @@ class StepGraphs:
     def capture_here(self, batch: StepBatch) -> None:
         """Capture the size on this rank; every other rank must call this at the same time."""
         if self._is_cuda:
-            self._captured[_key(batch)] = self._capture(batch)
+            self._captured[key_of(batch)] = self._capture(batch)
         else:
             self._decoder.compute(batch, self._cache)
 
@@ -81,6 +84,8 @@ class StepGraphs:
         return _Captured(graph, hidden, (own, self._decoder.buffers))
 
 
-def _key(batch: StepBatch) -> tuple[int, ...]:
+def key_of(batch: StepBatch) -> tuple[int, ...]:
+    """Return the key of a padded batch's size and place. Batches of one key share a graph."""
     tables, tokens, shares = batch.block_tables, batch.token_ids, batch.prefixes is not None
-    return (len(tokens), *tables.shape, shares, tables.data_ptr(), tokens.data_ptr())
+    kind = (shares, batch.padded is not None)
+    return (len(tokens), *tables.shape, *kind, tables.data_ptr(), tokens.data_ptr())

@@ -87,6 +87,10 @@ OVERSIZED_STEPS = Counter(
     "tokenwire_engine_oversized_steps",
     "Steps larger than the memory that CUDA graphs reserve, which run without graphs.",
 )
+UNGRAPHED_STEPS = Counter(
+    "tokenwire_engine_ungraphed_steps",
+    "Steps of an engine with CUDA graphs that ran without one, launched kernel by kernel.",
+)
 IMAGES = Counter(
     "tokenwire_engine_images", "Images of prompts: encoded, cached or unreadable.", ["outcome"]
 )

@@ -64,7 +64,7 @@ class LoadMetrics:
     """Metrics of the loop's load."""
 
     def __init__(self) -> None:
-        self._preemptions = self._steps = self._oversized_steps = 0
+        self._preemptions = self._steps = self._oversized_steps = self._ungraphed_steps = 0
         self._drafts: dict[str, DraftCount] = {}
         """Drafts so far, by their source"""
 
@@ -80,8 +80,10 @@ class LoadMetrics:
         metrics.PREEMPTIONS.inc(load.preemptions - self._preemptions)
         metrics.STEPS.inc(load.steps - self._steps)
         metrics.OVERSIZED_STEPS.inc(load.oversized_steps - self._oversized_steps)
+        metrics.UNGRAPHED_STEPS.inc(load.ungraphed_steps - self._ungraphed_steps)
         self._preemptions, self._steps = load.preemptions, load.steps
         self._oversized_steps = load.oversized_steps
+        self._ungraphed_steps = load.ungraphed_steps
         for count in load.drafts:
             self._observe_drafts(count)
 

@@ -212,6 +212,7 @@ class StepLoop:
             pools=scheduler.caches.uses(),
             drafts=draft_counts([scheduler.drafter.totals]),
             oversized_steps=self._runner.oversized_steps,
+            ungraphed_steps=self._runner.ungraphed_steps,
         )
         return StepOutput(self._requests.take_outputs(), load, scheduler.caches.take_changes())
 

@@ -150,9 +150,9 @@ class _LinearCost(_PromptCost):
 class _AffineCost(_PromptCost):
     """Fixed seconds, and seconds per token: a line through the latest steps by least squares.
 
-    A GPU launches a step with prompts kernel by kernel, which takes as long for few tokens as for a
-    few hundred. If this time counted as a cost of the tokens, chunks would be smaller and more
-    numerous.
+    A GPU pads a step with prompts, and launches long ones kernel by kernel, which takes as long for
+    few tokens as for a few hundred. If this time counted as a cost of the tokens, chunks would be
+    smaller and more numerous.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ class SchedulerLimits:
     """Most rows of logits of a step, by the memory for them"""
     prompts_have_fixed_cost: bool = False
     """True if prompts add a fixed time to a step besides the time of their tokens, as on a GPU,
-    where only steps without prompts are graphs"""
+    which computes padding, and launches long steps kernel by kernel"""
     draft: DraftLimits | None = None
     """Limits of the draft model; None = there is none"""
 

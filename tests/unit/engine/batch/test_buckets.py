@@ -3,7 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.batch.buckets import decode_sizes, mixed_sizes, row_bucket, table_width
+from services.engine.batch.buckets import (
+    decode_sizes,
+    mixed_sizes,
+    outweighs_graph,
+    row_bucket,
+    table_width,
+)
 
 
 @given(data=st.data(), most_rows=st.integers(1, 300), num_blocks=st.integers(1, 5000))
@@ -66,3 +72,10 @@ def test_widest_tables_are_left_out_of_too_many_sizes() -> None:
     sizes = mixed_sizes(4096, 1024, 16_384)
     assert (1024, 1024, 4096) in {(size.tokens, size.sequences, size.width) for size in sizes}
     assert max(size.tokens for size in sizes if size.width == 16_384) < 1024
+
+
+def test_long_chunk_behind_a_long_prefix_runs_without_a_graph() -> None:
+    """Its attention takes most of the step, and no graph holds the fastest kernel for it."""
+    assert outweighs_graph(1024, 16_384)
+    assert not outweighs_graph(1024, 4096), "launches would take longer than is saved"
+    assert not outweighs_graph(256, 131_072), "short chunks have one kernel"

@@ -7,9 +7,9 @@ from prometheus_client import REGISTRY
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
-from services.engine.execution.decode_graphs import DecodeGraphs
 from services.engine.execution.loaded_model import largest_step_tokens
 from services.engine.execution.model_runner import ModelRunner, StepCapacity
+from services.engine.execution.step_graphs import StepGraphs
 from services.engine.frontend.request_accounting import LoadMetrics
 from services.engine.messages import AddRequest
 from services.engine.model.attention import KVCache
@@ -48,14 +48,14 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def addresses(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[tuple[int, int]]]:
     """Return the places of the padded decode steps, in their order, by their shape."""
     found: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
-    run = DecodeGraphs.run
+    run = StepGraphs.run
 
-    def spied(graphs: DecodeGraphs, batch: StepBatch) -> Tensor:
+    def spied(graphs: StepGraphs, batch: StepBatch) -> Tensor:
         place = batch.token_ids.data_ptr(), batch.block_tables.data_ptr()
         found[tuple(batch.block_tables.shape)].append(place)
         return run(graphs, batch)
 
-    monkeypatch.setattr(DecodeGraphs, "run", spied)
+    monkeypatch.setattr(StepGraphs, "run", spied)
     return found
 
 
@@ -94,8 +94,10 @@ def test_larger_steps_are_counted_and_logged_once(
     metrics.observe(loop.take_output().load)
     assert REGISTRY.get_sample_value(name) == before
     tiny.run(loop, requests(2))
+    tiny.run(loop, requests(3))
     load = loop.take_output().load
     assert 1 < load.oversized_steps < load.steps
+    assert 0 < load.ungraphed_steps < load.steps
     metrics.observe(load)
     assert REGISTRY.get_sample_value(name) == before + load.oversized_steps
     assert [record.getMessage()[:9] for record in caplog.records] == ["a step of"]

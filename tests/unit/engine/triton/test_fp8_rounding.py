@@ -143,8 +143,9 @@ def test_layer_takes_few_launches_besides_its_attention(
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     monkeypatch.setattr(interpreter.InterpretedFunction, "__getitem__", launch)
     monkeypatch.setattr(TorchAttention, "write", lambda *_: launched.append("write"))
-    decoder.compute_piece(1, batch, driver.cache)
-    assert launched == [
+    decoder.compute(batch, driver.cache)
+    first = launched.index("write") + 1
+    assert launched[first : launched.index("write", first) + 1] == [
         *("_round_rows", "_multiply_fp8"),  # the output of attention is not rounded yet
         *("_norm", "_multiply_fp8", "_activate", "_multiply_fp8"),
         *("_norm", "_multiply_fp8", "_rotate", "write"),
