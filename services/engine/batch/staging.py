@@ -62,6 +62,8 @@ class StepFields(Generic[T]):
     """int32 [runs]"""
     run_targets: T
     """int32 [runs]"""
+    adapters: T
+    """int32 [tokens], as in `StepBatch`; filled in only if a graph adds what adapters add"""
     block_tables: T
     """int32 [sequences, groups, `table_width`], filled in already; entries past a sequence's blocks
     are arbitrary"""
@@ -301,6 +303,7 @@ def _int_fields(shape: _Shape) -> _Sizes:
         "run_starts": (runs + 1,),
         "run_sources": (runs,),
         "run_targets": (runs,),
+        "adapters": (shape.tokens,),
     }
 
 

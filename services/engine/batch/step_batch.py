@@ -115,7 +115,11 @@ class StepBatch:
     prefixes: SharedPrefixes | None = None
     """Prefixes that decodes share; None = unknown, or too few to gain time"""
     adapters_host: tuple[int, ...] = ()
-    """Number of each sequence's adapter, 0 = none; empty = no sequence has an adapter"""
+    """Number of each sequence's adapter, 0 = none; empty = no sequence has an adapter, or
+    `adapters` says which have one"""
+    adapters: Tensor | None = None
+    """int32 [tokens], number of each token's adapter, 0 = none, in a padded step whose graph reads
+    them; None = `adapters_host` says which sequences have one"""
     states: StateSegments | None = None
     """Runs of tokens for the recurrent layers; None = the model has none"""
     output_rows: OutputRows | None = None
@@ -138,6 +142,11 @@ class StepBatch:
     visible_ends: Tensor | None = None
     """int32 [tokens], index after the last key that each token sees, because the tokens of an image
     see each other; None = each token sees the keys up to its own"""
+
+    @property
+    def is_adapted(self) -> bool:
+        """True if sequences of the step may have adapters."""
+        return bool(self.adapters_host) or self.adapters is not None
 
     @property
     def is_decode(self) -> bool:

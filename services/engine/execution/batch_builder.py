@@ -88,13 +88,15 @@ class BatchBuilder:
         *,
         shares: bool = False,
         size: MixedSize | None = None,
+        stages_adapters: bool = False,
     ) -> StepBatch:
         """Build the plan's batch.
 
         drawn: the newest tokens of the sequences that have one in flight. padding: number of rows
         to add to a plan without chunks. least_blocks: parameter of `Staging.lay_out`. shares:
         whether to build it as if decodes shared a prefix. size: size to which the step is padded,
-        which has chunks or no sequence at all; None = it is not padded so.
+        which has chunks or no sequence at all; None = it is not padded so. stages_adapters: whether
+        a graph reads which tokens have adapters.
         """
         decodes, chunks = plan.decodes, plan.chunks
         # a padded row is a sequence of one token, in the spare block
@@ -129,6 +131,8 @@ class BatchBuilder:
             _fill_output_rows(fields, outputs)
         if size is not None:
             fields.counts[:] = len(decodes), len(counts)
+        if stages_adapters:
+            _fill_adapters(fields, plan)
         images = self._images_of(plan, fields)
         staged = staging.send()
         if drawn is not None:
@@ -151,7 +155,8 @@ class BatchBuilder:
             query_lengths_host=tuple(counts),
             context_lengths_host=tuple(ends),
             prefixes=_prefixes(staged, num_decodes if size is None else None) if shares else None,
-            adapters_host=adapters_of(plan),
+            adapters_host=() if stages_adapters else adapters_of(plan),
+            adapters=staged.adapters if stages_adapters else None,
             output_rows=output_rows,
             states=_segments(staged, runs) if runs else None,
             images=images.rows,
@@ -256,6 +261,14 @@ def adapters_of(plan: StepPlan) -> tuple[int, ...]:
     """Return the number of each sequence's adapter; empty if none has one."""
     numbers = [s.adapter for s in plan.decodes] + [c.sequence.adapter for c in plan.chunks]
     return tuple(numbers) if any(numbers) else ()
+
+
+def _fill_adapters(fields: HostFields, plan: StepPlan) -> None:
+    """Fill in the number of each token's adapter; padding has none."""
+    fields.adapters[:] = 0
+    if numbers := adapters_of(plan):
+        counts = [1] * len(plan.decodes) + [chunk.count for chunk in plan.chunks]
+        fields.adapters[: sum(counts)] = np.repeat(numbers, counts)
 
 
 def _attended(plan: StepPlan, ends: list[int]) -> tuple[int, ...]:

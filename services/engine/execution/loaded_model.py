@@ -322,7 +322,11 @@ def graph_capacity(
     if decoder.device.type != "cuda" or not decoder.is_capturable:
         return None
     blocks = -(-context_length // decoder.block_size)
-    return StepCapacity(largest_step_tokens(settings, decoder), settings.max_running, blocks)
+    # An engine that starts without adapters does not spend time and memory on graphs for them.
+    adapters = settings.max_adapters + len(decoder.spec.tasks) if settings.adapters else 0
+    return StepCapacity(
+        largest_step_tokens(settings, decoder), settings.max_running, blocks, adapters
+    )
 
 
 def _sharers(decoder: Model, ranks: RankGroup) -> int:

@@ -1,6 +1,6 @@
 """Model runner: hidden states and logits of step plans."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,9 @@ class StepCapacity:
     sequences: int
     blocks: int
     """Number of blocks of one sequence"""
+    adapters: int = 0
+    """Largest number of an adapter whose additions graphs hold; 0 = steps with adapters run without
+    graphs"""
 
 
 class ModelRunner:
@@ -59,6 +62,8 @@ class ModelRunner:
         self._batches = BatchBuilder(decoder, cache, pads=graph_capacity is not None)
         self._graphs: StepGraphs | None = None
         self._unpadded_steps = 0
+        self._graphs_adapters = False
+        """True if there are graphs of steps with adapters"""
         self.mixed_sizes: Sequence[MixedSize] = ()
         """Sizes of padded steps with chunks, largest first"""
         self._reading = AdapterReading(partial(convert_adapter, decoder))
@@ -73,6 +78,9 @@ class ModelRunner:
             self._batches.reserve(tokens, most_rows, widest)
             decoder.reserve(tokens, rows)
             self._graphs = StepGraphs(decoder, cache)
+            if graph_capacity.adapters and decoder.adapters is not None:
+                self._graphs_adapters = decoder.adapters.are_capturable and decoder.runs_alone
+                decoder.adapters.reserve(graph_capacity.adapters)
 
     def forward(self, plan: StepPlan, drawn: DeviceTokens | None = None) -> Tensor:
         """Compute the plan. Return hidden states [rows, hidden], valid until the next call.
@@ -88,13 +96,48 @@ class ModelRunner:
 
     def _padded(self, plan: StepPlan, drawn: DeviceTokens | None) -> StepBatch | None:
         """Return the batch of a padded step; None if no graph can run the step."""
-        if self._batches.images.fill(plan) or adapters_of(plan):
+        numbers = adapters_of(plan)
+        if self._batches.images.fill(plan) or not self._graphs_hold(numbers):
             return None
-        if not plan.chunks:
+        size, padding = None, 0
+        if plan.chunks:
+            size = self._mixed_size(plan)
+            if size is None:
+                return None
+        else:
             padding = row_bucket(len(plan.decodes)) - len(plan.decodes)
-            return self._batches.build(plan, drawn, padding)
-        size = self._mixed_size(plan)
-        return None if size is None else self._batches.build(plan, drawn, size=size)
+        sequences = len(plan.decodes) + padding if size is None else size.sequences
+        return self._batches.build(
+            plan,
+            drawn,
+            padding,
+            shares=bool(numbers) and self._may_share(sequences, has_chunks=size is not None),
+            size=size,
+            stages_adapters=bool(numbers),
+        )
+
+    def _graphs_hold(self, numbers: Sequence[int]) -> bool:
+        """Return whether graphs hold the additions of these adapters, 0 = none."""
+        adapters = self._decoder.adapters
+        if not any(numbers) or adapters is None:
+            return True
+        return self._graphs_adapters and adapters.fit_graphs(numbers)
+
+    def _may_share(self, sequences: int, *, has_chunks: bool) -> bool:
+        """Return whether decodes of a padded step may share a prefix. A chunk is no decode."""
+        return self._decoder.reads_shared_once and sequences - has_chunks >= LEAST_ROWS
+
+    def _variants(self, sequences: int, *, has_chunks: bool) -> Iterator[tuple[bool, bool]]:
+        """Yield whether decodes share prefixes and whether there are adapters, for all graphs.
+
+        Steps with adapters have one graph for both, because each takes memory and time at start.
+        """
+        may_share = self._may_share(sequences, has_chunks=has_chunks)
+        if self._graphs_adapters:
+            yield may_share, True
+        if may_share:
+            yield True, False
+        yield False, False
 
     def _mixed_size(self, plan: StepPlan) -> MixedSize | None:
         """Return the least size that holds a plan with chunks; None if none does."""
@@ -134,9 +177,11 @@ class ModelRunner:
             return
         capture = self._graphs.capture if announces else self._graphs.capture_here
         for rows, blocks in sizes:
-            if rows >= LEAST_ROWS and self._decoder.reads_shared_once:
-                capture(self._batches.build(_NOTHING, None, rows, blocks, shares=True))
-            capture(self._batches.build(_NOTHING, None, rows, blocks))
+            for shares, adapted in self._variants(rows, has_chunks=False):
+                batch = self._batches.build(
+                    _NOTHING, None, rows, blocks, shares=shares, stages_adapters=adapted
+                )
+                capture(batch)
             if progress is not None:
                 progress.add()
 
@@ -158,10 +203,11 @@ class ModelRunner:
         if self._graphs is None:
             return
         for size in sizes:
-            # a step of fewer sequences shares nothing: one of them is a chunk
-            if size.sequences > LEAST_ROWS and self._decoder.reads_shared_once:
-                self._graphs.capture(self._batches.build(_NOTHING, shares=True, size=size))
-            self._graphs.capture(self._batches.build(_NOTHING, size=size))
+            for shares, adapted in self._variants(size.sequences, has_chunks=True):
+                batch = self._batches.build(
+                    _NOTHING, shares=shares, size=size, stages_adapters=adapted
+                )
+                self._graphs.capture(batch)
             if progress is not None:
                 progress.add()
 

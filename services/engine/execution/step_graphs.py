@@ -27,9 +27,10 @@ class StepGraphs:
     """A graph for each size of padded step, captured before the first request.
 
     A size of decode steps is a number of rows, a width of the block tables, and whether decodes
-    share prefixes; one of steps with chunks is a number of tokens in addition. `batch.buckets`
-    keeps their number low. A capture takes several passes, and seconds more where attention
-    compiles a kernel. A step of any other size runs without a graph.
+    share prefixes; one of steps with chunks is a number of tokens in addition. Steps with adapters
+    have graphs of their own. `batch.buckets` keeps the number of sizes low. A capture takes several
+    passes, and seconds more where attention compiles a kernel. A step of any other size runs
+    without a graph.
     All graphs share one memory pool, as large as the largest graph needs. A graph replays with the
     addresses of its capture, so the memory of batches must be reserved beforehand.
     With several ranks, each has graphs of its own, which contain the sums over all ranks: all ranks
@@ -87,5 +88,5 @@ class StepGraphs:
 def key_of(batch: StepBatch) -> tuple[int, ...]:
     """Return the key of a padded batch's size and place. Batches of one key share a graph."""
     tables, tokens, shares = batch.block_tables, batch.token_ids, batch.prefixes is not None
-    kind = (shares, batch.padded is not None)
+    kind = (shares, batch.padded is not None, batch.adapters is not None)
     return (len(tokens), *tables.shape, *kind, tables.data_ptr(), tokens.data_ptr())

@@ -111,7 +111,7 @@ class Decoder(LayerStack):
         kept = self._kept(batch, buffers)
         begin = partial(self._begin, batch, buffers)
         layers = partial(self._run_layers, batch, cache, buffers, kept)
-        if batch.adapters_host:
+        if batch.is_adapted:
             self._run_adapted(batch, begin, layers)
             return kept.hidden
         begin()

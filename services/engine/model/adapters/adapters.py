@@ -15,8 +15,8 @@ from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.operators.deltas import Delta, ExpertDeltas, SequenceDelta, TableDelta
 from services.engine.model.operators.interface import Operators
 from services.engine.model.operators.low_rank import (
+    GRAPH_RANK,
     LowRank,
-    LowRankProduct,
     RowGroup,
     RowGroups,
 )
@@ -125,6 +125,8 @@ class Adapters:
         self._dtype = dtype
         self._device = device
         self._deltas: list[_SiteDelta] = []
+        self._ranks: dict[int, int] = {}
+        """Largest rank of each adapter that graphs can hold, by number"""
         self._kept: RowGroups | None = None
         self.rows: RowGroups | None = None
         """Rows of the present product by adapter; None = no row has one"""
@@ -141,14 +143,17 @@ class Adapters:
         """Make what adapters add to an embedding, a product of one-hot rows."""
         return self._delta(site)
 
-    def _delta(self, site: Site) -> "_SiteDelta":
-        delta = _SiteDelta(self, site, self._operators)
+    def _delta(self, site: Site, *, is_expert: bool = False) -> "_SiteDelta":
+        delta = _SiteDelta(self, site, self._operators, is_expert=is_expert)
         self._deltas.append(delta)
         return delta
 
     def experts(self, sites: Iterable[tuple[Site, Site]]) -> ExpertDeltas:
         """Make what adapters add to a layer's experts. sites: gate and down of each expert."""
-        pairs = [(self._delta(gate), self._delta(down)) for gate, down in sites]
+        pairs = [
+            (self._delta(gate, is_expert=True), self._delta(down, is_expert=True))
+            for gate, down in sites
+        ]
         return _ExpertDeltas(self, [gate for gate, _ in pairs], [down for _, down in pairs])
 
     def load(self, number: int, adapter: PeftAdapter) -> int:
@@ -175,9 +180,34 @@ class Adapters:
 
     def insert(self, number: int, adapter: ConvertedAdapter) -> None:
         """Keep an adapter's weights, between two passes."""
-        for delta, parts in zip(self._deltas, adapter.parts, strict=True):
-            if parts:
-                delta.add(number, parts)
+        changed = [
+            (delta, parts)
+            for delta, parts in zip(self._deltas, adapter.parts, strict=True)
+            if parts
+        ]
+        for delta, parts in changed:
+            delta.change(number, parts)
+        if not any(delta.is_expert for delta, _ in changed):
+            ranks = (len(part.down) for _, parts in changed for part in parts)
+            self._ranks[number] = max(ranks, default=0)
+
+    def reserve(self, most: int) -> None:
+        """Reserve the memory that tells graphs where the weights of adapters lie.
+
+        most: largest number of an adapter.
+        """
+        for delta in self._deltas:
+            delta.reserve(most)
+
+    @property
+    def are_capturable(self) -> bool:
+        """True if graphs of passes can hold the additions of adapters."""
+        return self._operators.finds_adapters
+
+    def fit_graphs(self, numbers: Iterable[int]) -> bool:
+        """Return whether graphs hold the additions of these adapters, those of experts excepted."""
+        ranks = [self._ranks.get(number) for number in set(numbers) - {0}]
+        return all(rank is not None and rank <= GRAPH_RANK for rank in ranks)
 
     def layers(self) -> Iterator[tuple[str, int, int]]:
         """Yield the name, inputs and outputs of each linear layer that may have an adapter."""
@@ -187,14 +217,20 @@ class Adapters:
 
     def unload(self, number: int) -> None:
         """Drop an adapter's weights."""
+        self._ranks.pop(number, None)
         for delta in self._deltas:
-            delta.remove(number)
+            delta.change(number, ())
 
     def begin(self, batch: StepBatch) -> None:
         """Prepare the adapters of the pass that follows."""
+        outputs = batch.output_rows
+        if (staged := batch.adapters) is not None:
+            self.rows = self._kept = _staged(staged)
+            if outputs is not None:
+                self._kept = _staged(staged.index_select(0, outputs.indices))
+            return
         numbers = batch.adapters_host
         self.rows = self._groups(numbers, batch.query_lengths_host)
-        outputs = batch.output_rows
         self._kept = self.rows if outputs is None else self._groups(numbers, outputs.lengths_host)
 
     def narrow(self) -> None:
@@ -210,7 +246,7 @@ class Adapters:
         """Continue with the present rows `index`, int64 [n], until the context ends."""
         rows = self.rows
         assert rows is not None
-        self.rows = self._grouped(rows.owners[index.cpu()])
+        self.rows = self.grouped(rows.owners[index.cpu()])
         try:
             yield
         finally:
@@ -218,16 +254,18 @@ class Adapters:
 
     def _groups(self, numbers: Sequence[int], lengths: Sequence[int]) -> RowGroups:
         owners = torch.tensor(numbers, dtype=torch.int32)
-        return self._grouped(owners.repeat_interleave(torch.tensor(lengths)))
+        return self.grouped(owners.repeat_interleave(torch.tensor(lengths)))
 
-    def _grouped(self, owners: Tensor) -> RowGroups:
+    def grouped(self, owners: Tensor) -> RowGroups:
+        """Group rows by adapter. owners: as in `RowGroups`."""
         numbers = set(owners.tolist())
-        used_numbers = sorted(numbers - {0})
-        if len(used_numbers) == 1 and 0 not in numbers:
-            return RowGroups((RowGroup(used_numbers[0], None),), owners)
-        places = ((number, torch.where(owners == number)[0]) for number in used_numbers)
+        used = sorted(numbers - {0})
+        on_device = to_device(owners, self._device) if self._operators.finds_adapters else None
+        if len(used) == 1 and 0 not in numbers:
+            return RowGroups((RowGroup(used[0], None),), owners, on_device)
+        places = ((number, torch.where(owners == number)[0]) for number in used)
         groups = (RowGroup(number, to_device(place, self._device)) for number, place in places)
-        return RowGroups(tuple(groups), owners)
+        return RowGroups(tuple(groups), owners, on_device)
 
     def _parts(self, site: Site, pairs: dict[str, LowRankPair]) -> list[LowRank]:
         parts, first = [], 0
@@ -282,44 +320,53 @@ class Adapters:
 class _SiteDelta(Delta, SequenceDelta, TableDelta):
     """Additions of the adapters to one product."""
 
-    def __init__(self, adapters: Adapters, site: Site, operators: Operators) -> None:
+    def __init__(
+        self, adapters: Adapters, site: Site, operators: Operators, *, is_expert: bool
+    ) -> None:
+        """is_expert: whether the product is that of an expert, which no graph adapts."""
         self._adapters = adapters
-        self._operators = operators
         self.site = site
+        self.is_expert = is_expert
         self._parts: dict[int, Sequence[LowRank]] = {}
         """Parts by number of the adapter; adapters that do not change this product are missing"""
-        self._product: LowRankProduct | None = None
-        """Product with the present parts; None = no pass has needed it yet"""
+        widths = [module.outputs for module in site.modules]
+        if site.stacked is not None:
+            widths.append(site.stacked.outputs)
+        self._product = operators.low_rank(len(widths), max(widths, default=0))
 
-    def add(self, number: int, parts: Sequence[LowRank]) -> None:
-        """Store an adapter's parts."""
-        self._parts[number] = parts
-        self._product = None
+    def change(self, number: int, parts: Sequence[LowRank]) -> None:
+        """Replace an adapter's parts; none remove it."""
+        if parts:
+            self._parts[number] = parts
+        elif self._parts.pop(number, None) is None:
+            return
+        self._product.change(number, parts)
 
-    def remove(self, number: int) -> None:
-        """Drop an adapter's parts, if it has any here."""
-        if self._parts.pop(number, None) is not None:
-            self._product = None
+    def reserve(self, most: int) -> None:
+        """Reserve memory as `LowRankProduct.reserve`, if graphs hold this product."""
+        if not self.is_expert:
+            self._product.reserve(most)
 
     @property
     def is_active(self) -> bool:
-        return bool(self._parts) and self._adapters.rows is not None
+        rows = self._adapters.rows
+        return rows is not None and (bool(self._parts) or rows.is_staged)
 
     def changes(self, rows: RowGroups) -> bool:
-        """Return whether any of these rows has an adapter of this product."""
+        """Return whether any of these rows has an adapter of this product, as far as is known."""
         return any(group.number in self._parts for group in rows.groups)
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
         groups = self._adapters.rows
-        if groups is not None and self.changes(groups):
-            self._add(rows, out, groups)
+        if groups is not None and (groups.is_staged or self.changes(groups)):
+            self._product.add_to(rows, out, groups)
 
     def changes_for(self, number: int) -> bool:
         return number in self._parts
 
     def add_for(self, number: int, rows: Tensor, out: Tensor) -> None:
         owners = torch.full((len(rows),), number, dtype=torch.int32)
-        self._add(rows, out, RowGroups((RowGroup(number, None),), owners))
+        self._product.add_to(rows, out, self._adapters.grouped(owners))
 
     def add_rows(self, index: Tensor, out: Tensor) -> None:
         groups = self._adapters.rows
@@ -327,11 +374,6 @@ class _SiteDelta(Delta, SequenceDelta, TableDelta):
             places = slice(None) if group.index is None else group.index
             for part in self._parts.get(group.number, ()):
                 out[places] += part.down[:, index[places]].T @ part.up
-
-    def _add(self, rows: Tensor, out: Tensor, groups: RowGroups) -> None:
-        if self._product is None:
-            self._product = self._operators.low_rank(dict(self._parts))
-        self._product.add_to(rows, out, groups)
 
 
 class _ExpertDeltas(ExpertDeltas):
@@ -352,6 +394,11 @@ class _ExpertDeltas(ExpertDeltas):
 
     def routed(self, index: Tensor) -> AbstractContextManager[None]:
         return self._adapters.routed(index)
+
+
+def _staged(numbers: Tensor) -> RowGroups:
+    """Return rows whose adapters the device alone knows."""
+    return RowGroups((), torch.empty(0, dtype=torch.int32), numbers, is_staged=True)
 
 
 def _without_root(name: str, roots: Sequence[str]) -> str:

@@ -160,8 +160,8 @@ def _adapt(
 ) -> None:
     """Add to each choice's product the addition of its row's adapter to its expert.
 
-    The host waits for the choices: steps with adapters run without CUDA graphs anyway. parts: one
-    for each expert; rows: of the step, or of its choices; out: [choices, outputs].
+    The host waits for the choices: steps with adapters of experts run without CUDA graphs anyway.
+    parts: one for each expert; rows: of the step, or of its choices; out: [choices, outputs].
     """
     per_row, flat = chosen.shape[1], chosen.flatten()
     for number in sorted(set(flat.tolist())):

@@ -1,7 +1,7 @@
 """Interface of a decoder layer's operators besides attention."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ from services.engine.model.operators.activations import gate_factors
 from services.engine.model.operators.deltas import Delta, ExpertDeltas
 from services.engine.model.operators.expert_choice import choose_experts
 from services.engine.model.operators.low_rank import (
-    LowRank,
     LowRankProduct,
     TorchLowRankProduct,
 )
@@ -193,6 +192,8 @@ class Operators(ABC):
     """Number of rows up to which a product takes as long as for one row"""
     groups_experts = False
     """True if a mixture of gated experts never waits for the host, so that CUDA graphs work"""
+    finds_adapters = False
+    """True if low-rank products find the adapters of rows on the device, as graphs need it"""
     keeps_groups = False
     """True if a QuantizedWeight stays as it is in memory"""
 
@@ -310,9 +311,12 @@ class Operators(ABC):
     def gather(self, rows: Tensor, index: Tensor) -> Tensor:
         """Copy rows `index` (int64 [n]) of a product's input to a temporary."""
 
-    def low_rank(self, parts: Mapping[int, Sequence[LowRank]]) -> LowRankProduct:
-        """Make the product of the low-rank parts that adapters, by number, add to one product."""
-        return TorchLowRankProduct(parts, self.gather)
+    def low_rank(self, parts: int, widest: int) -> LowRankProduct:
+        """Make the product of the low-rank parts that adapters add to one product.
+
+        parts: most parts of an adapter; widest: most outputs of a part.
+        """
+        return TorchLowRankProduct(self.gather)
 
     def clear(self, rows: Tensor) -> None:
         """Fill rows [n, width] with zeros."""

@@ -1,12 +1,22 @@
 """Low-rank additions to a product, different for each group of rows."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["LowRank", "LowRankProduct", "RowGroup", "RowGroups", "TorchLowRankProduct"]
+__all__ = [
+    "GRAPH_RANK",
+    "LowRank",
+    "LowRankProduct",
+    "RowGroup",
+    "RowGroups",
+    "TorchLowRankProduct",
+]
+
+GRAPH_RANK = 256
+"""Largest rank of an adapter whose steps are CUDA graphs"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +54,29 @@ class RowGroups:
     groups: tuple[RowGroup, ...]
     owners: Tensor
     """int32 [rows] on the host: the number of each row's adapter, 0 = none"""
+    numbers: Tensor | None = None
+    """`owners` on the device, for operators that find the rows of adapters there; None = others"""
+    is_staged: bool = False
+    """True if `numbers` alone says which rows have adapters, as in CUDA graphs. `groups` and
+    `owners` are then empty"""
 
 
 class LowRankProduct(ABC):
     """Additions of all adapters to one product."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, Sequence[LowRank]] = {}
+        """Parts by number of the adapter; adapters without a part are missing"""
+
+    def reserve(self, most: int) -> None:  # noqa: B027
+        """Reserve memory, whose address graphs may hold, for adapters with numbers up to `most`."""
+
+    def change(self, number: int, parts: Sequence[LowRank]) -> None:
+        """Replace the parts of an adapter; none remove it."""
+        if parts:
+            self._parts[number] = parts
+        else:
+            self._parts.pop(number, None)
 
     @abstractmethod
     def add_to(self, rows: Tensor, out: Tensor, groups: RowGroups) -> None:
@@ -60,13 +89,9 @@ class LowRankProduct(ABC):
 class TorchLowRankProduct(LowRankProduct):
     """Two products in torch for each adapter and part."""
 
-    def __init__(
-        self,
-        parts: Mapping[int, Sequence[LowRank]],
-        gather: Callable[[Tensor, Tensor], Tensor],
-    ) -> None:
-        """parts: parts by number of the adapter; gather: function that copies some rows."""
-        self._parts = parts
+    def __init__(self, gather: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """gather: function that copies some rows."""
+        super().__init__()
         self._gather = gather
 
     def add_to(self, rows: Tensor, out: Tensor, groups: RowGroups) -> None:

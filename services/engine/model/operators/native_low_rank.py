@@ -17,24 +17,17 @@ __all__ = ["NativeLowRankProduct"]
 class NativeLowRankProduct(LowRankProduct):
     """Low-rank additions of all rows and adapters by one call."""
 
-    def __init__(
-        self,
-        native: Native,
-        parts: Mapping[int, Sequence[LowRank]],
-        plain: Callable[[Tensor], Tensor],
-    ) -> None:
-        """parts: parts by number of the adapter; plain: function that returns rows row by row."""
+    def __init__(self, native: Native, plain: Callable[[Tensor], Tensor]) -> None:
+        """plain: function that returns rows row by row."""
+        super().__init__()
         self._native = native
         self._plain = plain
-        by_number = [parts.get(number, ()) for number in range(max(parts, default=0) + 1)]
-        flat = [part for each in by_number for part in each]
-        self._held = flat  # the memory that the calls point to
-        self._starts = torch.tensor(
-            [0, *accumulate(len(each) for each in by_number)], dtype=torch.int32
-        )
-        self._parts = (LowRankCall * len(flat))(*map(_call, flat))
-        self._numbers = len(by_number)
-        self._rank = max((sum(len(p.down) for p in each) for each in by_number), default=0)
+        self._calls: _Calls | None = None
+        """Calls of the present parts; None = no pass has needed them yet"""
+
+    def change(self, number: int, parts: Sequence[LowRank]) -> None:
+        super().change(number, parts)
+        self._calls = None
 
     def add_to(self, rows: Tensor, out: Tensor, groups: RowGroups) -> None:
         plain = self._plain(rows)
@@ -43,21 +36,39 @@ class NativeLowRankProduct(LowRankProduct):
             self.add_to(rows, added, groups)
             out += added
             return
+        if self._calls is None:
+            self._calls = _Calls(self._parts)
+        calls = self._calls
         call = AdaptCall(
             rows=plain.data_ptr(),
             out=out.data_ptr(),
             owners=groups.owners.data_ptr(),
-            parts=self._parts,
-            starts=self._starts.data_ptr(),
+            parts=calls.parts,
+            starts=calls.starts.data_ptr(),
             num_rows=len(plain),
             inputs=plain.shape[1],
             outputs=out.shape[1],
             out_stride=out.stride(0),
-            most_rank=self._rank,
-            num_numbers=self._numbers,
+            most_rank=calls.rank,
+            num_numbers=calls.count,
             dtype=DTYPES[plain.dtype],
         )
         self._native.adapt(byref(call))
+
+
+class _Calls:
+    """Parts of all adapters, as the kernel reads them."""
+
+    def __init__(self, parts: Mapping[int, Sequence[LowRank]]) -> None:
+        by_number = [parts.get(number, ()) for number in range(max(parts, default=0) + 1)]
+        flat = [part for each in by_number for part in each]
+        self._held = flat  # the memory that the calls point to
+        self.starts = torch.tensor(
+            [0, *accumulate(len(each) for each in by_number)], dtype=torch.int32
+        )
+        self.parts = (LowRankCall * len(flat))(*map(_call, flat))
+        self.count = len(by_number)
+        self.rank = max((sum(len(p.down) for p in each) for each in by_number), default=0)
 
 
 def _call(part: LowRank) -> LowRankCall:

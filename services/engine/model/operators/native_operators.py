@@ -1,6 +1,5 @@
 """Operators on the portable CPU kernels, with matrix products in torch."""
 
-from collections.abc import Mapping, Sequence
 from ctypes import byref
 from math import inf
 from typing import ClassVar
@@ -21,7 +20,7 @@ from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.activation import SWIGLU, Activation, GateFunction
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.operators.interface import Gate, HeadNorms, Projection
-from services.engine.model.operators.low_rank import LowRank, LowRankProduct
+from services.engine.model.operators.low_rank import LowRankProduct
 from services.engine.model.operators.native_gate import (
     DirectGate,
     GateProduct,
@@ -94,8 +93,8 @@ class NativeOperators(TorchOperators):
         )
         self._native.run(Kernel.ARRANGE, call)
 
-    def low_rank(self, parts: Mapping[int, Sequence[LowRank]]) -> LowRankProduct:
-        return NativeLowRankProduct(self._native, parts, self.plain)
+    def low_rank(self, parts: int, widest: int) -> LowRankProduct:
+        return NativeLowRankProduct(self._native, self.plain)
 
     def gate(
         self,

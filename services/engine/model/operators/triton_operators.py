@@ -14,14 +14,18 @@ from services.engine.model.operators.fused_kernels import (
     rotate_heads,
 )
 from services.engine.model.operators.interface import Gate, Projection
+from services.engine.model.operators.low_rank import LowRankProduct
 from services.engine.model.operators.rotation import Rotation
 from services.engine.model.operators.torch_operators import TorchGate, TorchOperators, join
+from services.engine.model.operators.triton_low_rank import TritonLowRankProduct
 
 __all__ = ["TritonOperators"]
 
 
 class TritonOperators(TorchOperators):
     """Operators with one launch for each norm, rotation, activation and choice of experts."""
+
+    finds_adapters = True
 
     def gate(
         self,
@@ -38,6 +42,9 @@ class TritonOperators(TorchOperators):
         if has_kernel(activation):
             return _TritonGate(product, activation, self)
         return TorchGate(product, 2 if activation.gated else 1, activation, self)
+
+    def low_rank(self, parts: int, widest: int) -> LowRankProduct:
+        return TritonLowRankProduct(parts, widest, self._device)
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         norm_rows(rows, weight, epsilon, out)

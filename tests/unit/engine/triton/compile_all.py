@@ -8,6 +8,7 @@ GPU could not launch.
 import sys
 
 from tests.unit.engine.triton import (
+    compile_adapters,
     compile_attention,
     compile_experts,
     compile_fp8,
@@ -18,6 +19,7 @@ from tests.unit.engine.triton import (
 )
 
 GROUPS = (
+    compile_adapters,
     compile_attention,
     compile_experts,
     compile_fp8,

@@ -1,0 +1,47 @@
+"""The kernels of low-rank additions, for GPUs that need not be there."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton.language as tl
+
+from services.engine.model.operators import low_rank_kernels
+from tests.unit.engine.triton.gpus import Compiled, compile_kernel
+
+__all__ = ["compile_all"]
+
+COUNTS = ("count", "inputs", "row_stride", "out_stride", "turns", "most_rank")
+DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
+KNOWN = {**dict.fromkeys(COUNTS, "i32"), "low": "*fp32", "numbers": "*i32", "table": "*i64"}
+
+
+def compile_all(capability: int) -> Iterator[Compiled]:
+    """Yield both kernels for few and many rows, for each dtype, and for float32 scores."""
+    for name, dtype in DTYPES.items():
+        for tile_rows in (16, 64):
+            shape: dict[str, Any] = {
+                "parts": 3,
+                "fields": low_rank_kernels.FIELDS,
+                "tile_rows": tile_rows,
+                "tile_ranks": low_rank_kernels._RANKS,
+            }
+            warps = low_rank_kernels.count_warps(tile_rows)
+            inner = {"tile_inputs": low_rank_kernels.count_inputs(tile_rows)}
+            outer = {
+                "dtype": dtype,
+                "tile_outputs": low_rank_kernels._OUTPUTS,
+                "splits": low_rank_kernels.SPLITS[tile_rows][0],
+            }
+            types = {"rows": f"*{name}", **KNOWN}
+            aligned = ("low", "rows", "table", "inputs", "row_stride", "out_stride", "out")
+            shrink, expand = low_rank_kernels._shrink, low_rank_kernels._expand
+            kernels = [(shrink, shape | inner, types)]
+            kernels += [
+                (expand, shape | outer, types | {"out": f"*{out}"}) for out in {name, "fp32"}
+            ]
+            for kernel, constants, own in kernels:
+                compiled = compile_kernel(
+                    kernel, capability, own, constants, aligned, num_warps=warps
+                )
+                compiled.check()
+                yield compiled
