@@ -82,15 +82,20 @@ class MeasuredEngine(Engine):
         streams: int = 1,
         model_code: str = "auto",
         kv_dtype: str = "auto",
+        draft: Path | None = None,
     ) -> None:
-        """tokens: what the KV cache has to hold; streams: sequences that run at once."""
+        """tokens: what the KV cache has to hold; streams: sequences that run at once.
+
+        draft: model that makes draft tokens; None = there is none.
+        """
         settings = EngineSettings(
             dtype=dtype,
             device=device,
             weights=weights,
             model_code=model_code,
             kv_dtype=kv_dtype,
-            speculate="ngram" if speculate else "off",
+            speculate="ngram" if speculate else "off" if draft is None else "auto",
+            draft="" if draft is None else str(draft),
         )
 
         def choose(_: str, context: str, need: CacheNeed, *arguments: Any, **keywords: Any) -> int:

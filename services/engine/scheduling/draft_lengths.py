@@ -7,6 +7,7 @@ model makes the tokens, the seconds of its passes count, too.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -115,34 +116,36 @@ class DraftLengths:
         of a pass of the draft model, by its tokens. No token is worth its time as long as no step
         of about so many streams was measured without drafts.
         """
-        lengths = [0] * len(drafts)
         plain = self.plain_seconds(streams)
         if plain is None:
-            return MadeLengths(lengths, 0.0, 0.0)
+            return MadeLengths([0] * len(drafts), 0.0, 0.0)
         gains = [
             (probability, depth, i)
             for i, draft in enumerate(drafts)
             for depth, probability in enumerate(accumulate(repeat(draft.rate, draft.most), mul))
             if probability >= _LEAST_PROBABILITY
         ]
-        gains.sort(key=lambda gain: -gain[0])
+        # Passes are few if all drafts are equally long, and rows if the likeliest tokens are made.
+        orders = (sorted(gains, key=lambda g: (g[1], -g[0])), sorted(gains, key=lambda g: -g[0]))
         seconds_of = cache(pass_seconds)
-        rows = [0] * (1 + max((depth for _, depth, _ in gains), default=0))
-        expected, drafting, best, chosen = 0.0, 0.0, _LEAST_GAIN, 0
-        result = MadeLengths(lengths, 0.0, 0.0)
-        for count, (probability, depth, i) in enumerate(gains, start=1):
-            expected += probability
-            more = rows[depth] + (1 if depth else drafts[i].rows)
-            drafting += seconds_of(more) - (seconds_of(rows[depth]) if rows[depth] else 0.0)
-            rows[depth] = more
-            took = self.slowdown(streams, streams + count) * plain + drafting
-            worth = (1 + expected / streams) * plain
-            if worth / took > best:
-                best, chosen = worth / took, count
-                result = MadeLengths(lengths, drafting, worth - took)
-        for _, _, i in gains[:chosen]:
-            lengths[i] += 1
-        return result
+        best, made = _LEAST_GAIN, MadeLengths([0] * len(drafts), 0.0, 0.0)
+        for order in orders:
+            expected, drafting, chosen = 0.0, 0.0, 0
+            rows = [0] * (1 + max((draft.most for draft in drafts), default=0))
+            for count, (probability, depth, i) in enumerate(order, start=1):
+                expected += probability
+                more = rows[depth] + (1 if depth else drafts[i].rows)
+                drafting += seconds_of(more) - (seconds_of(rows[depth]) if rows[depth] else 0.0)
+                rows[depth] = more
+                took = self.slowdown(streams, streams + count) * plain + drafting
+                worth = (1 + expected / streams) * plain
+                if worth / took > best:
+                    best, chosen = worth / took, count
+                    found = drafting, worth - took
+            if chosen:
+                lengths = Counter(i for _, _, i in order[:chosen])
+                made = MadeLengths([lengths[i] for i in range(len(drafts))], *found)
+        return made
 
     def plain_seconds(self, streams: int) -> float | None:
         """Return the seconds of a step without drafts; None = no step of this size was measured."""

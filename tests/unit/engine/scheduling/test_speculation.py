@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.scheduling.draft_lengths import DraftLengths
+from services.engine.scheduling.draft_lengths import DraftLengths, MadeDraft
 from services.engine.scheduling.predicted_text import PredictedText
 from services.engine.scheduling.prompt_lookup import NgramIndex
 from services.engine.scheduling.speculation import Draft, DraftKind, Speculation
@@ -150,3 +150,29 @@ class TestDraftLengths:
     ) -> None:
         chosen = DraftLengths(32).choose(others + len(drafts), drafts)
         assert all(0 <= some <= most for some, (_, most) in zip(chosen, drafts, strict=True))
+
+    def test_passes_of_a_draft_model_count(self) -> None:
+        lengths = DraftLengths(rows_at_once=16)
+        draft = MadeDraft(rate=0.9, most=8, rows=2)
+        assert lengths.choose_made(1, [draft], lambda _: 0.0).lengths == [0]  # nothing is measured
+        lengths.learn(1, 0, 1.0)
+        cheap = lengths.choose_made(1, [draft], lambda _: 0.01)
+        assert cheap.lengths == [8]
+        assert cheap.seconds == pytest.approx(0.08)
+        assert cheap.saved == pytest.approx(sum(0.9**n for n in range(1, 9)) - 0.08)
+        [some] = lengths.choose_made(1, [draft], lambda _: 0.25).lengths
+        assert 0 < some < 8
+        assert lengths.choose_made(1, [draft], lambda _: 0.9).lengths == [0]
+
+    def test_drafts_share_the_passes_of_a_draft_model(self) -> None:
+        """Equally long drafts take fewer passes than one long draft of as many tokens."""
+        lengths = DraftLengths(rows_at_once=8)
+        lengths.learn(4, 0, 1.0)
+        drafts = [MadeDraft(0.9 + 0.01 * i, 8, 1) for i in range(4)]
+        assert lengths.choose_made(4, drafts, lambda _: 0.3).lengths == [1] * 4
+
+    def test_unlikely_tokens_of_a_draft_model_are_not_made(self) -> None:
+        lengths = DraftLengths(rows_at_once=8)
+        lengths.learn(6, 0, 1.0)
+        drafts = [MadeDraft(0.9, 8, 1), MadeDraft(0.1, 8, 1)]
+        assert lengths.choose_made(6, drafts, lambda _: 0.01).lengths == [2, 0]
