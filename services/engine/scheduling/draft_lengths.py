@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, repeat
 from operator import mul
 
@@ -127,7 +127,7 @@ class DraftLengths:
         ]
         # Passes are few if all drafts are equally long, and rows if the likeliest tokens are made.
         orders = (sorted(gains, key=lambda g: (g[1], -g[0])), sorted(gains, key=lambda g: -g[0]))
-        seconds_of = cache(pass_seconds)
+        seconds_of, slowdown = cache(pass_seconds), cache(partial(self.slowdown, streams))
         best, made = _LEAST_GAIN, MadeLengths([0] * len(drafts), 0.0, 0.0)
         for order in orders:
             expected, drafting, chosen = 0.0, 0.0, 0
@@ -137,7 +137,7 @@ class DraftLengths:
                 more = rows[depth] + (1 if depth else drafts[i].rows)
                 drafting += seconds_of(more) - (seconds_of(rows[depth]) if rows[depth] else 0.0)
                 rows[depth] = more
-                took = self.slowdown(streams, streams + count) * plain + drafting
+                took = slowdown(streams + count) * plain + drafting
                 worth = (1 + expected / streams) * plain
                 if worth / took > best:
                     best, chosen = worth / took, count
@@ -162,7 +162,10 @@ class DraftLengths:
     def slowdown(self, streams: int, rows: int) -> float:
         """Return the seconds of a step with drafts, relative to one of `streams` rows without."""
         plain = self._plain.nearest(streams, _NEAR)
-        measured = self._drafting.nearest(rows, _NEAR)
-        if plain is not None and measured is not None:
-            return max(measured / plain, 1.0)
+        if plain is not None:
+            measured = self._drafting.between(rows, (streams, plain))
+            if measured is None:
+                measured = self._drafting.nearest(rows, _NEAR)
+            if measured is not None:
+                return max(measured / plain, 1.0)
         return math.ceil(rows / self._rows_at_once) / math.ceil(streams / self._rows_at_once)

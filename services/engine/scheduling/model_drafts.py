@@ -7,7 +7,8 @@ all other time, and drafts are made only as long as it can pay for them. Where d
 the share pays for a trial now and then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.draft_lengths import DraftLengths, MadeDraft, MadeLengths
@@ -29,7 +30,7 @@ _WORTH_TOKENS = 128
 """Tokens of an answer over which the draft model's time for the prompt has to pay off"""
 _COMMON_MEMORY = 0.97
 """Weight of earlier drafts of all sequences against the newest: some thirty are remembered"""
-_FREE_STEPS, _MOST_STEPS = 16, 256
+_FREE_STEPS, _MOST_STEPS = 16, 64
 """Steps without drafts whose time the account holds at first, and at most"""
 _ALLOWANCE = 0.01
 """Share of the time of all steps that trials may take"""
@@ -99,9 +100,7 @@ class ModelDrafts:
         if self._caches.num_free <= len(sequences):
             return ()  # drafts would have sequences preempted
         drafts = {each: self._draft(each, most) for each in sequences}
-        parts, lags = self._parts(streams, drafts)
-        if not parts:
-            parts = self._trial_parts(streams, drafts, lags)
+        parts = self._parts(streams, drafts) or self._trial_parts(streams, drafts)
         if not parts:
             self._rest = _REST
         return [part for part in parts if self._has_room(part)]
@@ -157,115 +156,113 @@ class ModelDrafts:
         room = min(room, self._limits.context_length - sequence.length)
         return MadeDraft(self.rate(sequence), max(room, 0), 2)
 
-    def _parts(
-        self, streams: int, drafts: dict[TokenSequence, MadeDraft]
-    ) -> tuple[list[DraftPart], dict[TokenSequence, int]]:
-        """Return the parts that are expected to save time, and by sequence the draft model's lag.
+    def _parts(self, streams: int, drafts: Mapping[TokenSequence, MadeDraft]) -> list[DraftPart]:
+        """Return the parts that are expected to save time.
 
-        The lags are empty if nothing is worth its time.
+        The expectation is that of a step in which the draft model has reached the ends of all
+        sequences but those whose prompts take it too long.
         """
-        together = self._lengths.choose_made(streams, [*drafts.values()], self._pass_seconds)
+        together = self._made(streams, drafts)
         if not any(together.lengths):
-            return [], {}
+            return []
         lags = self._lags(drafts)
-        ready = [each for each in drafts if lags[each] <= _MOST_LAG]
-        made = together
-        if len(ready) < len(drafts) or any(lags[each] > 2 for each in ready):
-            known = [MadeDraft(drafts[each].rate, drafts[each].most, lags[each]) for each in ready]
-            made = self._lengths.choose_made(streams, known, self._pass_seconds)
+        each_saves = together.saved / sum(length > 0 for length in together.lengths)
+        hopeful = {
+            each: draft
+            for each, draft in drafts.items()
+            if lags[each] <= _MOST_LAG or self._repays(each, draft, lags[each], each_saves)
+        }
+        steady = together if len(hopeful) == len(drafts) else self._made(streams, hopeful)
+        ready = {each: draft for each, draft in hopeful.items() if lags[each] <= _MOST_LAG}
+        made = steady if len(ready) == len(hopeful) else self._made(streams, ready)
         parts = [
             DraftPart(each, each.length - lags[each], each.length, length)
             for each, length in zip(ready, made.lengths, strict=True)
             if length
-        ]
-        parts = parts[: self._limits.pass_tokens // _MOST_LAG]
-        late = self._late(drafts, together, lags)
-        if late is not None and (part := self._chunk(streams, late, lags[late], made.seconds)):
-            parts.append(part)
-        if made.seconds > (self._balance or 0.0):
-            return [], lags
-        return parts, lags
+        ][: self._limits.pass_tokens // (2 * _MOST_LAG)]
+        late = {
+            each: lags[each]
+            for each, length in zip(hopeful, steady.lengths, strict=True)
+            if length and each not in ready
+        }
+        if made.seconds > self._funds:
+            return []
+        return parts + self._chunks(streams, late, self._funds - made.seconds)
 
-    def _lags(self, sequences: "dict[TokenSequence, MadeDraft]") -> dict[TokenSequence, int]:
+    def _made(self, streams: int, drafts: Mapping[TokenSequence, MadeDraft]) -> MadeLengths:
+        return self._lengths.choose_made(streams, [*drafts.values()], self._pass_seconds)
+
+    def _lags(self, sequences: Iterable[TokenSequence]) -> dict[TokenSequence, int]:
         """Return the number of tokens of each sequence that the draft model lacks."""
         return {each: each.length - self._pages.count_computed(each) for each in sequences}
 
-    def _late(
-        self,
-        drafts: dict[TokenSequence, MadeDraft],
-        together: MadeLengths,
-        lags: dict[TokenSequence, int],
-    ) -> TokenSequence | None:
-        """Return the sequence whose prompt the draft model should compute next, if there is one.
+    def _repays(self, sequence: TokenSequence, draft: MadeDraft, lag: int, saved: float) -> bool:
+        """Return whether the answer may repay the time for the tokens that the draft model lacks.
 
-        together: lengths if it had computed all of them. The sequence that lacks least comes first,
-        if its answer may repay the time.
+        saved: seconds that a draft of the sequence saves in each step.
         """
-        number = sum(length > 0 for length in together.lengths)
-        late = [
-            (lags[each], i)
-            for i, (each, length) in enumerate(zip(drafts, together.lengths, strict=True))
-            if length and lags[each] > _MOST_LAG
-        ]
-        if not late:
-            return None
-        lag, i = min(late)
-        sequence, draft = list(drafts.items())[i]
-        expected = sum(draft.rate**depth for depth in range(together.lengths[i] + 1))
-        steps = min(sequence.room, _WORTH_TOKENS) / expected
-        worth = steps * together.saved / number
-        return sequence if worth > lag * self._token_seconds else None
+        tokens = sum(draft.rate**depth for depth in range(draft.most + 1))
+        steps = min(sequence.room, _WORTH_TOKENS) / tokens
+        return steps * saved > lag * self._token_seconds
 
-    def _chunk(
-        self, streams: int, sequence: TokenSequence, lag: int, others: float
-    ) -> DraftPart | None:
-        """Return a chunk of a prompt that takes about as long as a step; None = no time is left.
+    def _chunks(
+        self, streams: int, lags: Mapping[TokenSequence, int], seconds: float
+    ) -> list[DraftPart]:
+        """Return chunks of prompts that take about as long as a step.
 
-        others: seconds of the passes that make draft tokens.
+        lags: number of tokens that the draft model lacks, more than it computes with a draft. Those
+        that lack least come first. seconds: most seconds.
         """
-        count = _FIRST_CHUNK
+        plain = self._lengths.plain_seconds(streams) or 0.0
+        left = min(plain, seconds)
+        count = self._limits.pass_tokens // 2
         if self._token_seconds:
-            plain = self._lengths.plain_seconds(streams) or 0.0
-            left = min(plain, (self._balance or 0.0) - others)
-            if left <= 0:
-                return None
-            count = max(int(left / self._token_seconds), _FIRST_CHUNK)
-        start = sequence.length - lag
-        end = start + min(count, self._limits.pass_tokens // 2, lag - 1)
-        return DraftPart(sequence, start, end, 0)
+            count = min(count, max(int(left / self._token_seconds), _FIRST_CHUNK))
+        else:
+            count = min(count, _FIRST_CHUNK)
+        parts: list[DraftPart] = []
+        for sequence, lag in sorted(lags.items(), key=lambda item: item[1]):
+            if left <= 0 or count <= 0:
+                break
+            start = sequence.length - lag
+            parts.append(DraftPart(sequence, start, start + min(count, lag - 1), 0))
+            count -= parts[-1].count
+        return parts
 
     def _trial_parts(
-        self,
-        streams: int,
-        drafts: dict[TokenSequence, MadeDraft],
-        lags: dict[TokenSequence, int],
+        self, streams: int, drafts: Mapping[TokenSequence, MadeDraft]
     ) -> list[DraftPart]:
         """Return a part of a trial, if one is due and could show that drafts save time."""
-        if self._trial not in drafts and not self._begin_trial(streams, drafts):
-            return []
+        if self._trial not in drafts:
+            self._trial = self._choose_trial(streams, drafts)
         trial = self._trial
-        assert trial is not None
-        lag = lags[trial] if lags else self._lags({trial: drafts[trial]})[trial]
+        if trial is None:
+            return []
+        [lag] = self._lags([trial]).values()
         if lag > _MOST_LAG:
-            part = self._chunk(streams, trial, lag, 0.0)
-            return [] if part is None else [part]
+            return self._chunks(streams, {trial: lag}, self._funds)
         length = min(_TRIAL_LENGTH, drafts[trial].most)
         return [DraftPart(trial, trial.length - lag, trial.length, length)] if length else []
 
-    def _begin_trial(self, streams: int, drafts: dict[TokenSequence, MadeDraft]) -> bool:
-        """Choose the sequence of a trial. Return False if none is due or can be paid for."""
+    def _choose_trial(
+        self, streams: int, drafts: Mapping[TokenSequence, MadeDraft]
+    ) -> TokenSequence | None:
+        """Return the sequence of a trial; None = none is due, or none can be paid for."""
         if self._idle < _TRIAL_STEPS:
-            return False
-        good = [MadeDraft(_TRIAL_RATE, each.most, 2) for each in drafts.values()]
-        if not any(self._lengths.choose_made(streams, good, self._pass_seconds).lengths):
-            return False
+            return None
+        good = {each: replace(draft, rate=_TRIAL_RATE) for each, draft in drafts.items()}
+        if not any(self._made(streams, good).lengths):
+            return None
         lags = self._lags(drafts)
-        lag, index = min((lag, i) for i, lag in enumerate(lags.values()))
-        passes = self._pass_seconds(lag) + (_TRIAL_LENGTH - 1) * self._pass_seconds(1)
-        if passes > (self._balance or 0.0):
-            return False
-        self._trial = list(drafts)[index]
-        return True
+        trial = min(lags, key=lambda each: lags[each])
+        passes = (lags[trial] - 1) * self._token_seconds
+        passes += _TRIAL_LENGTH * self._pass_seconds(1)
+        return trial if passes <= self._funds else None
+
+    @property
+    def _funds(self) -> float:
+        """Seconds that drafts may take."""
+        return max(self._balance or 0.0, 0.0)
 
     def _pass_seconds(self, tokens: int) -> float:
         """Return the estimated seconds of a pass of so many tokens.

@@ -100,6 +100,24 @@ class StepTimes:
         near = [size for size in self._seconds if abs(size - wanted) <= within]
         return self._seconds[min(near, key=lambda size: abs(size - wanted))] if near else None
 
+    def between(self, rows: int, least: tuple[float, float]) -> float | None:
+        """Return the seconds by a line between the next measured sizes below and above.
+
+        least: rows and seconds of a size below all others. None = no size above was measured.
+        """
+        wanted = self.size(rows)
+        if wanted in self._seconds:
+            return self._seconds[wanted]
+        above = min((size for size in self._seconds if size > wanted), default=None)
+        if above is None:
+            return None
+        below = max((size for size in self._seconds if size < wanted), default=None)
+        first, start = least
+        if below is not None and 2 ** (below / 4) > first:
+            first, start = 2 ** (below / 4), self._seconds[below]
+        end = self._seconds[above]
+        return start + (end - start) * (rows - first) / (2 ** (above / 4) - first)
+
     def forget(self) -> None:
         """Forget all measurements."""
         self._seconds.clear()

@@ -135,6 +135,17 @@ class TestDraftLengths:
             lengths.learn(1, 0, 1.0)
         assert lengths.choose(1, [(0.9, 7)]) == [7]
 
+    def test_size_between_measured_ones_is_estimated_by_a_line(self) -> None:
+        """Else a large step that takes long would keep smaller ones from being tried."""
+        lengths = DraftLengths(rows_at_once=16)
+        lengths.learn(4, 0, 1.0)
+        lengths.learn(16, 12, 4.0)
+        assert lengths.slowdown(4, 16) == 4
+        assert lengths.slowdown(4, 8) == pytest.approx(2)
+        lengths.learn(8, 4, 1.0)
+        assert lengths.slowdown(4, 8) == 1
+        assert lengths.slowdown(4, 12) == pytest.approx(2.5)
+
     def test_clock_that_stands_still_changes_nothing(self) -> None:
         lengths = DraftLengths(rows_at_once=16)
         lengths.learn(1, 0, 0.0)
