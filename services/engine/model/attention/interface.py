@@ -123,7 +123,7 @@ class AttentionStep:
     cache_group: int = 0
     """Number of the layer's cache group, whose tables `batch` has"""
     is_written: bool = False
-    """True if the cache already holds the keys and values, so the backend must not write them"""
+    """True if the layer reads the keys and values of another, so the backend must write none"""
 
 
 class AttentionBackend(ABC):
@@ -139,8 +139,6 @@ class AttentionBackend(ABC):
     """True if decodes with `StepBatch.prefixes` take less time"""
     sees_chunks = False
     """True if layers whose tokens see their own chunk alone need no `in_chunks`"""
-    writes_apart = False
-    """True if `write` may run before `attend`, which then gets a step that `is_written`"""
 
     def __init__(self, kv_dtype: torch.dtype) -> None:
         self.kv_dtype = kv_dtype
@@ -175,7 +173,3 @@ class AttentionBackend(ABC):
 
         Then fill `step.out`.
         """
-
-    def write(self, layer: int, step: AttentionStep) -> None:
-        """Write the step's keys and values to their cache slots. The queries are not read."""
-        raise NotImplementedError

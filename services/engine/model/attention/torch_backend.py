@@ -25,7 +25,6 @@ class TorchAttention(AttentionBackend):
     """
 
     name = "torch"
-    writes_apart = True
 
     def __init__(
         self,

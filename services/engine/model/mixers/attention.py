@@ -144,23 +144,12 @@ class AttentionMixer(Mixer[AttentionScratch]):
             heads, queries = scratch.rotated, self._spec.num_heads
             self._operators.norm_heads(heads, queries, norms, self._epsilon)
 
-    @property
-    def writes_apart(self) -> bool:
-        return self._backend.writes_apart
-
-    def write(self, batch: StepBatch, cache: KVCache, scratch: AttentionScratch) -> None:
-        if self._spec.reads_layer is None:
-            batch = batch.of_group(self._group)
-            self._backend.write(self._layer, self._step(batch, cache, scratch, scratch))
-
     def mix(
         self,
         batch: StepBatch,
         cache: KVCache,
         scratch: AttentionScratch,
         kept: AttentionScratch | None = None,
-        *,
-        is_written: bool = False,
     ) -> None:
         attending, batch = scratch, batch.of_group(self._group)
         if kept is not None:
@@ -172,8 +161,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
             batch = batch.narrowed
         if self._spec.is_chunked and not self._backend.sees_chunks:
             batch = in_chunks(batch, self._spec.window, cache.block_size)
-        is_written = is_written or self._spec.reads_layer is not None
-        step = self._step(batch, cache, scratch, attending, is_written)
+        step = self._step(batch, cache, scratch, attending)
         self._backend.attend(self._layer, step)
         if self._spec.gate is not None:
             function = self._spec.gate.function
@@ -191,7 +179,6 @@ class AttentionMixer(Mixer[AttentionScratch]):
         cache: KVCache,
         scratch: AttentionScratch,
         attending: AttentionScratch,
-        is_written: bool = False,
     ) -> AttentionStep:
         """Return the step in which queries of `attending` see the keys and values of `scratch`."""
         return AttentionStep(
@@ -204,5 +191,5 @@ class AttentionMixer(Mixer[AttentionScratch]):
             out=attending.attended,
             sinks=self._weights.sinks,
             slopes=self._weights.slopes,
-            is_written=is_written,
+            is_written=self._spec.reads_layer is not None,
         )

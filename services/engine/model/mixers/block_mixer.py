@@ -110,11 +110,7 @@ class BlockMixer(Mixer[BlockScratch]):
             self._epsilon,
         )
 
-    @property
-    def writes_apart(self) -> bool:
-        return True
-
-    def write(self, batch: StepBatch, cache: KVCache, scratch: BlockScratch) -> None:
+    def _write(self, batch: StepBatch, cache: KVCache, scratch: BlockScratch) -> None:
         slots, own = batch.of_group(self._group).slots, scratch.attention
         pages, first = cache.latents[self._layer].flatten(0, 1), 0
         for part in (own.keys, own.values, scratch.index.view(-1, *self._shape)[:, -1:]):
@@ -128,11 +124,8 @@ class BlockMixer(Mixer[BlockScratch]):
         cache: KVCache,
         scratch: BlockScratch,
         kept: BlockScratch | None = None,
-        *,
-        is_written: bool = False,
     ) -> None:
-        if not is_written:
-            self.write(batch, cache, scratch)
+        self._write(batch, cache, scratch)
         attending, batch = scratch, batch.of_group(self._group)
         if kept is not None:
             attending, outputs = kept, batch.output_rows

@@ -223,11 +223,7 @@ class CompressedMixer(Mixer[CompressedScratch]):
         heads = factors.shape[1]
         rotate(scratch.index_queries.view(len(rows), heads, -1), rotation)
 
-    @property
-    def writes_apart(self) -> bool:
-        return True
-
-    def write(self, batch: StepBatch, cache: KVCache, scratch: CompressedScratch) -> None:
+    def _write(self, batch: StepBatch, cache: KVCache, scratch: CompressedScratch) -> None:
         slots = batch.of_group(self._group).slots
         pages, start = cache.latents[self._layer].flatten(0, 1), 0
         for part in (scratch.keys, scratch.compressed, scratch.index_tokens):
@@ -241,11 +237,8 @@ class CompressedMixer(Mixer[CompressedScratch]):
         cache: KVCache,
         scratch: CompressedScratch,
         kept: CompressedScratch | None = None,
-        *,
-        is_written: bool = False,
     ) -> None:
-        if not is_written:
-            self.write(batch, cache, scratch)
+        self._write(batch, cache, scratch)
         self._write_entries(batch, cache)
         batches, attending = (batch, batch.of_group(self._group)), scratch
         if kept is not None:

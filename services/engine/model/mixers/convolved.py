@@ -93,8 +93,6 @@ class ConvolvedMixer(Mixer[ConvolvedScratch]):
         cache: KVCache,
         scratch: ConvolvedScratch,
         kept: ConvolvedScratch | None = None,
-        *,
-        is_written: bool = False,
     ) -> None:
         assert batch.states is not None
         out = scratch.out[: len(batch.token_ids)]

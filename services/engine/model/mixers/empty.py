@@ -38,8 +38,6 @@ class EmptyMixer(Mixer[EmptyScratch]):
         cache: KVCache,
         scratch: EmptyScratch,
         kept: EmptyScratch | None = None,
-        *,
-        is_written: bool = False,
     ) -> None:
         pass
 

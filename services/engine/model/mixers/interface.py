@@ -88,15 +88,6 @@ class Mixer(ABC, Generic[S]):
         rotations: rotations of the step, one for each distinct RoPE of the model.
         """
 
-    @property
-    def writes_apart(self) -> bool:
-        """True if `write` may run before `mix`, which must then be called with `is_written`."""
-        return False
-
-    def write(self, batch: StepBatch, cache: KVCache, scratch: S) -> None:
-        """Write the data that the cache keeps of each token."""
-        raise NotImplementedError
-
     @abstractmethod
     def mix(
         self,
@@ -104,10 +95,8 @@ class Mixer(ABC, Generic[S]):
         cache: KVCache,
         scratch: S,
         kept: S | None = None,
-        *,
-        is_written: bool = False,
     ) -> None:
-        """Combine the tokens of each sequence. The scratch may have more rows than the batch.
+        """Write what the cache keeps of each token, and combine the tokens of each sequence.
 
         kept: buffers of the rows `batch.output_rows`, a view of `scratch`, which alone need an
         output; None = all rows do.

@@ -176,11 +176,7 @@ class LatentMixer(Mixer[LatentScratch]):
     def _rotate(self, heads: Tensor, rotation: Rotation) -> None:
         self._operators.rotate(heads, heads.shape[1], rotation, None, None, 0.0)
 
-    @property
-    def writes_apart(self) -> bool:
-        return True
-
-    def write(self, batch: StepBatch, cache: KVCache, scratch: LatentScratch) -> None:
+    def _write(self, batch: StepBatch, cache: KVCache, scratch: LatentScratch) -> None:
         batch, pages = batch.of_group(self._group), cache.latents[self._layer]
         self._attention.write(scratch.latents, pages, batch)
         if scratch.index is not None:
@@ -193,13 +189,11 @@ class LatentMixer(Mixer[LatentScratch]):
         cache: KVCache,
         scratch: LatentScratch,
         kept: LatentScratch | None = None,
-        *,
-        is_written: bool = False,
     ) -> None:
-        if not is_written and scratch.index is not None:
-            self.write(batch, cache, scratch)  # the indexer reads its keys before attention
-            is_written = True
-        latents = None if is_written else scratch.latents
+        latents: Tensor | None = scratch.latents
+        if scratch.index is not None:
+            self._write(batch, cache, scratch)  # the indexer reads its keys before attention
+            latents = None
         attending, batch, rows = scratch, batch.of_group(self._group), None
         if kept is not None:
             attending, outputs = kept, batch.output_rows

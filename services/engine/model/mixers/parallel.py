@@ -46,24 +46,15 @@ class ParallelMixer(Mixer[ParallelScratch]):
         self._attention.project(rows, scratch.attention, rotations)
         self._recurrent.project(rows, scratch.recurrent, rotations)
 
-    @property
-    def writes_apart(self) -> bool:
-        return self._attention.writes_apart
-
-    def write(self, batch: StepBatch, cache: KVCache, scratch: ParallelScratch) -> None:
-        self._attention.write(batch, cache, scratch.attention)
-
     def mix(
         self,
         batch: StepBatch,
         cache: KVCache,
         scratch: ParallelScratch,
         kept: ParallelScratch | None = None,
-        *,
-        is_written: bool = False,
     ) -> None:
         attending, advancing = (None, None) if kept is None else (kept.attention, kept.recurrent)
-        self._attention.mix(batch, cache, scratch.attention, attending, is_written=is_written)
+        self._attention.mix(batch, cache, scratch.attention, attending)
         self._recurrent.mix(batch, cache, scratch.recurrent, advancing)
 
     def into(self, scratch: ParallelScratch, out: Tensor) -> None:

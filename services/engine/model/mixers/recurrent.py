@@ -60,8 +60,6 @@ class RecurrentMixer(Mixer[R], Generic[R]):
         cache: KVCache,
         scratch: R,
         kept: R | None = None,
-        *,
-        is_written: bool = False,
     ) -> None:
         assert batch.states is not None
         tokens = len(batch.token_ids)

@@ -133,8 +133,6 @@ class RelativeMixer(Mixer[RelativeScratch]):
         cache: KVCache,
         scratch: RelativeScratch,
         kept: RelativeScratch | None = None,
-        *,
-        is_written: bool = False,
     ) -> None:
         assert batch.states is not None
         assert self._spec.relative is not None

@@ -53,8 +53,6 @@ class SelectiveHeads(Mixer[SelectiveHeadsScratch]):
         cache: KVCache,
         scratch: SelectiveHeadsScratch,
         kept: SelectiveHeadsScratch | None = None,
-        *,
-        is_written: bool = False,
     ) -> None:
         states, count = cache.states[self._layer], len(self._heads)
         each = len(states) // count

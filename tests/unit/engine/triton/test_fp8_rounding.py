@@ -12,7 +12,6 @@ from torch import Tensor
 import services.engine.model.attention
 from services.engine.model import loader
 from services.engine.model.architecture.activation import SWIGLU
-from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.model import Model
 from services.engine.model.operators.fp8_weights import Fp8Rounding
 from tests.unit.engine.checkpoints.configs import CONFIGS
@@ -126,27 +125,3 @@ def test_products_read_what_the_family_has_written_last(
     driver.step([(0, 1), (1, 9)])
     driver.step([(0, 1), (1, 1)])
     assert any(read)
-
-
-def test_layer_takes_few_launches_besides_its_attention(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Products that round rows and add their output by further kernels took 15 instead of 10."""
-    decoder = load("llama", tmp_path, monkeypatch)
-    driver = Driver(decoder, [random_tokens(8, 1)], block_size=16)
-    batch = driver.batch([(0, 8)])
-    launched: list[str] = []
-
-    def launch(kernel: Any, _: object) -> Callable[..., None]:
-        return lambda *args, **options: launched.append(kernel.fn.__name__)
-
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__getitem__", launch)
-    monkeypatch.setattr(TorchAttention, "write", lambda *_: launched.append("write"))
-    decoder.compute(batch, driver.cache)
-    first = launched.index("write") + 1
-    assert launched[first : launched.index("write", first) + 1] == [
-        *("_round_rows", "_multiply_fp8"),  # the output of attention is not rounded yet
-        *("_norm", "_multiply_fp8", "_activate", "_multiply_fp8"),
-        *("_norm", "_multiply_fp8", "_rotate", "write"),
-    ]
