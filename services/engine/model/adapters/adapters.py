@@ -19,6 +19,7 @@ from services.engine.model.operators.low_rank import (
     LowRank,
     RowGroup,
     RowGroups,
+    SortedRows,
 )
 
 __all__ = ["AdapterChange", "Adapters", "ConvertedAdapter", "Site", "SiteModule", "StackedPart"]
@@ -260,7 +261,9 @@ class Adapters:
         """Group rows by adapter. owners: as in `RowGroups`."""
         numbers = set(owners.tolist())
         used = sorted(numbers - {0})
-        on_device = to_device(owners, self._device) if self._operators.finds_adapters else None
+        on_device = None
+        if self._operators.finds_adapters:
+            on_device = SortedRows.of(to_device(owners, self._device))
         if len(used) == 1 and 0 not in numbers:
             return RowGroups((RowGroup(used[0], None),), owners, on_device)
         places = ((number, torch.where(owners == number)[0]) for number in used)
@@ -398,7 +401,8 @@ class _ExpertDeltas(ExpertDeltas):
 
 def _staged(numbers: Tensor) -> RowGroups:
     """Return rows whose adapters the device alone knows."""
-    return RowGroups((), torch.empty(0, dtype=torch.int32), numbers, is_staged=True)
+    owners = torch.empty(0, dtype=torch.int32)
+    return RowGroups((), owners, SortedRows.of(numbers), is_staged=True)
 
 
 def _without_root(name: str, roots: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ __all__ = [
     "LowRankProduct",
     "RowGroup",
     "RowGroups",
+    "SortedRows",
     "TorchLowRankProduct",
 ]
 
@@ -48,16 +49,35 @@ class RowGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class SortedRows:
+    """The rows of a product in the order of their adapters, on the device.
+
+    Neighbours in this order have few adapters, so a program that computes several rows reads the
+    weights of few.
+    """
+
+    numbers: Tensor
+    """int32 [rows], ascending: the number of each row's adapter, 0 = none"""
+    rows: Tensor
+    """int64 [rows], the row at each place of the order"""
+
+    @staticmethod
+    def of(numbers: Tensor) -> "SortedRows":
+        """Sort rows. numbers: int32 [rows], the number of each row's adapter."""
+        return SortedRows(*numbers.sort(stable=True))
+
+
+@dataclass(frozen=True, slots=True)
 class RowGroups:
     """The rows of a product by adapter."""
 
     groups: tuple[RowGroup, ...]
     owners: Tensor
     """int32 [rows] on the host: the number of each row's adapter, 0 = none"""
-    numbers: Tensor | None = None
-    """`owners` on the device, for operators that find the rows of adapters there; None = others"""
+    sorted: "SortedRows | None" = None
+    """The rows on the device, for operators that find those of adapters there; None = others"""
     is_staged: bool = False
-    """True if `numbers` alone says which rows have adapters, as in CUDA graphs. `groups` and
+    """True if `sorted` alone says which rows have adapters, as in CUDA graphs. `groups` and
     `owners` are then empty"""
 
 

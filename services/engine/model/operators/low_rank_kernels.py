@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.engine.model.attention.multiprocessors import count_multiprocessors
+from services.engine.model.operators.low_rank import SortedRows
 
 __all__ = ["FIELDS", "SPLITS", "add_low_rank"]
 
@@ -18,8 +19,6 @@ FIELDS = 6
 rank, 0 = no part; the number of its first output, and of its outputs"""
 _RANKS = 16
 """Ranks that a program multiplies at once"""
-_OUTPUTS = 128
-"""Outputs that a program adds to"""
 _FEW_ROWS = 256
 """Most rows of a step whose programs have small tiles of rows"""
 SPLITS = {16: (16, 4, 1), 64: (4, 1)}
@@ -31,13 +30,12 @@ _PROGRAMS = 2
 """Most programs of a launch for each multiprocessor, if several share the inputs"""
 
 
-# Fields of the staging buffer begin at any multiple of 4 bytes: without alignment in its key, a
-# kernel is compiled once and not again in the middle of a run.
-@triton.jit(do_not_specialize=["numbers", "count", "turns", "most_rank"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count", "turns", "most_rank"])  # type: ignore[untyped-decorator]
 def _shrink(  # type: ignore[no-untyped-def]
     low,
     rows,
     numbers,
+    order,
     table,
     count,
     inputs,
@@ -54,10 +52,10 @@ def _shrink(  # type: ignore[no-untyped-def]
     part = tl.program_id(2)
     first = tl.program_id(1) * turns * tile_inputs
     last = tl.minimum(first + turns * tile_inputs, inputs)
-    row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
-    number = tl.load(numbers + row, mask=row < count, other=0)
-    at = row.to(tl.int64)[:, None] * row_stride
-    place = ((tl.program_id(1) * count + row).to(tl.int64)[:, None] * parts + part) * most_rank
+    cell = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    number = tl.load(numbers + cell, mask=cell < count, other=0)
+    at = tl.load(order + cell, mask=cell < count, other=0)[:, None] * row_stride
+    place = ((tl.program_id(1) * count + cell).to(tl.int64)[:, None] * parts + part) * most_rank
     left = tl.max(number, 0)
     while left > 0:
         is_mine = (number == left)[:, None]
@@ -82,11 +80,12 @@ def _shrink(  # type: ignore[no-untyped-def]
         left = tl.max(number, 0)
 
 
-@triton.jit(do_not_specialize=["numbers", "count", "most_rank"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count", "most_rank"])  # type: ignore[untyped-decorator]
 def _expand(  # type: ignore[no-untyped-def]
     out,
     low,
     numbers,
+    order,
     table,
     count,
     out_stride,
@@ -102,9 +101,9 @@ def _expand(  # type: ignore[no-untyped-def]
     """Add a tile of rows' products with `up` to outputs. Grid: tiles, tiles of outputs, parts."""
     part = tl.program_id(2)
     column = tl.program_id(1) * tile_outputs + tl.arange(0, tile_outputs)
-    row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
-    number = tl.load(numbers + row, mask=row < count, other=0)
-    at = row.to(tl.int64)[:, None] * out_stride
+    cell = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    number = tl.load(numbers + cell, mask=cell < count, other=0)
+    at = tl.load(order + cell, mask=cell < count, other=0)[:, None] * out_stride
     left = tl.max(number, 0)
     while left > 0:
         is_mine = (number == left)[:, None]
@@ -122,7 +121,7 @@ def _expand(  # type: ignore[no-untyped-def]
             ranks = first_rank + tl.arange(0, tile_ranks)
             is_rank = ranks < rank
             # All spans at once: a loop would wait for one load after the other.
-            cells = tl.arange(0, splits)[:, None] * count + row[None, :]
+            cells = tl.arange(0, splits)[:, None] * count + cell[None, :]
             offsets = (cells.to(tl.int64) * parts + part)[:, :, None] * most_rank
             known = is_mine[None, :, :] & is_rank[None, None, :]
             spans = tl.load(low + offsets + ranks[None, None, :], mask=known, other=0.0)
@@ -143,15 +142,14 @@ def _expand(  # type: ignore[no-untyped-def]
 
 
 def add_low_rank(
-    rows: Tensor, out: Tensor, numbers: Tensor, table: Tensor, widest: int, most_rank: int
+    rows: Tensor, out: Tensor, order: SortedRows, table: Tensor, widest: int, most_rank: int
 ) -> None:
     """Add up.T @ (down @ row + bias) of all parts of each row's adapter to its row of `out`.
 
-    rows: [n, inputs], out: [n, outputs], the rows contiguous; their dtypes may differ. numbers:
-    int32 [n], number of each row's adapter; rows with 0 have none, and are neither read nor
-    written. table: int64 [adapters, parts, `FIELDS`], by number; the weights have the dtype of
-    `rows`. widest: most outputs of a part. most_rank: upper bound of the ranks. Launches depend on
-    shapes and on these two numbers alone.
+    rows: [n, inputs], out: [n, outputs], the rows contiguous; their dtypes may differ. order: the
+    rows by adapter; those without one are neither read nor written. table: int64 [adapters, parts,
+    `FIELDS`], by number; the weights have the dtype of `rows`. widest: most outputs of a part.
+    most_rank: upper bound of the ranks. Launches depend on shapes and on these two numbers alone.
     """
     count, inputs = rows.shape
     if not count:
@@ -175,7 +173,8 @@ def add_low_rank(
     _shrink[(tiles, splits, parts)](
         low,
         rows,
-        numbers,
+        order.numbers,
+        order.rows,
         table,
         count,
         inputs,
@@ -185,23 +184,30 @@ def add_low_rank(
         tile_inputs=tile_inputs,
         **shape,
     )
-    _expand[(tiles, triton.cdiv(widest, _OUTPUTS), parts)](
+    tile_outputs = count_outputs(tile_rows)
+    _expand[(tiles, triton.cdiv(widest, tile_outputs), parts)](
         out,
         low,
-        numbers,
+        order.numbers,
+        order.rows,
         table,
         count,
         out.stride(0),
         most_rank,
         splits=splits,
         dtype=_DTYPES[rows.dtype],
-        tile_outputs=_OUTPUTS,
+        tile_outputs=tile_outputs,
         **shape,
     )
 
 
 def count_inputs(tile_rows: int) -> int:
     """Return the number of inputs that a program multiplies at once."""
+    return 128 if tile_rows == 16 else 64
+
+
+def count_outputs(tile_rows: int) -> int:
+    """Return the number of outputs that a program adds to."""
     return 128 if tile_rows == 16 else 64
 
 

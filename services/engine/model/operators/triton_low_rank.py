@@ -56,6 +56,6 @@ class TritonLowRankProduct(LowRankProduct):
     def add_to(self, rows: Tensor, out: Tensor, groups: RowGroups) -> None:
         if not self._widest:
             return  # no adapter can have a part
-        assert groups.numbers is not None
+        assert groups.sorted is not None
         most_rank = GRAPH_RANK if groups.is_staged else self._rank
-        add_low_rank(rows, out, groups.numbers, self._table, self._widest, most_rank)
+        add_low_rank(rows, out, groups.sorted, self._table, self._widest, most_rank)

@@ -12,7 +12,13 @@ __all__ = ["compile_all"]
 
 COUNTS = ("count", "inputs", "row_stride", "out_stride", "turns", "most_rank")
 DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
-KNOWN = {**dict.fromkeys(COUNTS, "i32"), "low": "*fp32", "numbers": "*i32", "table": "*i64"}
+KNOWN = {
+    **dict.fromkeys(COUNTS, "i32"),
+    "low": "*fp32",
+    "numbers": "*i32",
+    "order": "*i64",
+    "table": "*i64",
+}
 
 
 def compile_all(capability: int) -> Iterator[Compiled]:
@@ -29,7 +35,7 @@ def compile_all(capability: int) -> Iterator[Compiled]:
             inner = {"tile_inputs": low_rank_kernels.count_inputs(tile_rows)}
             outer = {
                 "dtype": dtype,
-                "tile_outputs": low_rank_kernels._OUTPUTS,
+                "tile_outputs": low_rank_kernels.count_outputs(tile_rows),
                 "splits": low_rank_kernels.SPLITS[tile_rows][0],
             }
             types = {"rows": f"*{name}", **KNOWN}

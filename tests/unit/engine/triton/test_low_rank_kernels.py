@@ -27,6 +27,7 @@ from services.engine.model.operators.low_rank import (
     LowRank,
     RowGroup,
     RowGroups,
+    SortedRows,
     TorchLowRankProduct,
 )
 from services.engine.model.operators.low_rank_kernels import add_low_rank
@@ -70,7 +71,7 @@ def rows_of(owners: Tensor, *, staged: bool = False) -> RowGroups:
         RowGroup(number, torch.where(owners == number)[0])
         for number in sorted({*owners.tolist()} - {0})
     )
-    return RowGroups(groups, owners, owners, is_staged=staged)
+    return RowGroups(groups, owners, SortedRows.of(owners), is_staged=staged)
 
 
 def products(
