@@ -133,8 +133,9 @@ class EngineSettings(StreamSettings, PeerSettings, ReportSettings, CheckpointSet
     )
     draft: str = setting(
         "",
-        "Draft model: a smaller model with the same vocabulary, the directory of a checkpoint or a "
-        "GGUF file. It proposes draft tokens where they save time; empty = none.",
+        "Draft model, which proposes draft tokens where they save time: the directory or GGUF file "
+        "of a smaller model with the same vocabulary, or the directory of an EAGLE-3 head; empty = "
+        "none.",
     )
     vision: str = setting(
         "auto",

@@ -18,6 +18,7 @@ from services.common.settings import StartupError
 from services.engine.kernels.freshness import require_current
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.eagle_config import is_eagle
 from services.engine.model.checkpoint.encoder_families import JINA_V5
 from services.engine.model.checkpoint.model_code import ModelCode, code_of
 from services.engine.model.checkpoint.stored_weights import StoredWeights
@@ -214,7 +215,9 @@ def _draft_bytes(settings: EngineSettings) -> int:
     path = Path(settings.draft)
     try:
         require_readable(path)
-        code_of(checkpoint_config(path), settings.model_code)
+        config = checkpoint_config(path)
+        if config is None or not is_eagle(config):
+            code_of(config, settings.model_code)
         return stored_weights(path).num_bytes("full", _number_bytes(settings))
     except (CheckpointFolderError, CheckpointError, GgufError) as error:
         raise StartupError(f"--draft {settings.draft}: {error}") from None

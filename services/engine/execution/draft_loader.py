@@ -1,5 +1,6 @@
-"""Loading of a draft model beside the engine's model."""
+"""Loading of a draft model or a draft head beside the engine's model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,18 +8,27 @@ from services.common.model_files.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
 from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.draft_vocabulary import find_difference
+from services.engine.execution.head_drafts import HeadDrafts
 from services.engine.execution.memory_budget import require_memory
 from services.engine.execution.model_loader import load_any_model
 from services.engine.execution.step_memory import measure_steps
 from services.engine.kernels.memory import populate_behind
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.checkpoint.eagle_config import eagle_depths, is_eagle
+from services.engine.model.checkpoint.tensors import Checkpoint
+from services.engine.model.decoder import Decoder
+from services.engine.model.draft_head import DraftHead
+from services.engine.model.eagle_head import load_eagle
 from services.engine.model.model import Model
+from services.engine.scheduling.speculation import DraftKind
 
-__all__ = ["LoadedDraft", "load_draft"]
+__all__ = ["LoadedDraft", "load_draft", "tap_for_head"]
 
 _PASS_TOKENS = 512
 """Most tokens of a pass of the draft model"""
+_KEPT_ROWS = 4096
+"""Most rows of hidden states that are kept for a head"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +44,9 @@ class LoadedDraft:
     """Most tokens of a pass"""
     pass_bytes: int
     """Bytes that a pass takes beside weights, pages and reserved buffers"""
+    kind: DraftKind = DraftKind.MODEL
+    targets: Sequence[int] = ()
+    """Id of the engine's model for each id of a head; empty: the ids are the same"""
 
     @property
     def block_bytes(self) -> int:
@@ -47,7 +60,39 @@ class LoadedDraft:
         cache = self.decoder.allocate_cache([num_blocks] * groups, self.block_size)
         if self.decoder.device.type == "cpu":
             populate_behind(list(cache.pages))
+        if isinstance(self.decoder, DraftHead):
+            return HeadDrafts(
+                self.decoder,
+                cache,
+                self.vocabulary_size,
+                self.pass_tokens,
+                self.kind,
+                self.targets,
+                _KEPT_ROWS,
+            )
         return DraftModel(self.decoder, cache, self.vocabulary_size, self.pass_tokens)
+
+
+def tap_for_head(path: Path, target: Model) -> None:
+    """Have the engine's model copy the hidden states that the draft head at `path` reads.
+
+    Does nothing for a draft model. Call this before `reserve`. Raises StartupError for a head that
+    does not fit `target`.
+    """
+    try:
+        with opened_checkpoint(path) as directory:
+            config = Checkpoint.config(directory)
+            if not is_eagle(config):
+                return
+            _require_target(target)
+            if not isinstance(target, Decoder) or not target.can_tap:
+                raise StartupError(
+                    f"--draft {path} is a head, which reads hidden states; those of this model "
+                    "are no plain sums of its layers. Start without it, or with a draft model."
+                )
+            target.tap(eagle_depths(config, target.spec.num_layers))
+    except CheckpointError as error:
+        raise StartupError(f"--draft {path}: {error}") from None
 
 
 def load_draft(
@@ -60,6 +105,12 @@ def load_draft(
     _require_target(target)
     try:
         with opened_checkpoint(path) as directory:
+            if is_eagle(Checkpoint.config(directory)):
+                assert isinstance(target, Decoder)
+                head = load_eagle(directory, target, kv_dtype)
+                return _reserved(
+                    path, head.model, target, max_running, DraftKind.EAGLE, head.targets
+                )
             decoder = load_any_model(
                 directory, target.dtype, progress=True, device=target.device, kv_dtype=kv_dtype
             )
@@ -67,11 +118,28 @@ def load_draft(
             difference = find_difference(directory, model, sizes)
     except CheckpointError as error:
         raise StartupError(f"--draft {path}: {error}") from None
-    _require_draft(path, decoder, target)
+    _require_draft(path, decoder)
     if difference is not None:
         raise StartupError(
             f"--draft {path} has another vocabulary: {difference}. Use a model with the same "
             "tokenizer."
+        )
+    return _reserved(path, decoder, target, max_running, DraftKind.MODEL)
+
+
+def _reserved(
+    path: Path,
+    decoder: Model,
+    target: Model,
+    max_running: int,
+    kind: DraftKind,
+    targets: Sequence[int] = (),
+) -> LoadedDraft:
+    """Reserve the buffers of passes. Raises StartupError with too little memory."""
+    if target.block_size % decoder.block_size:
+        raise StartupError(
+            f"--draft {path} needs blocks of {decoder.block_size} tokens; the model has "
+            f"{target.block_size}. Use another draft model."
         )
     tokens = max(_PASS_TOKENS, max_running)
     further = 0
@@ -82,7 +150,10 @@ def load_draft(
     decoder.reserve(tokens, max_running)
     if decoder.device.type == "cuda":
         further = measure_steps(decoder, tokens - max_running, max_running, None)
-    return LoadedDraft(decoder, target.spec.vocab_size, target.block_size, tokens, further)
+    if isinstance(decoder, DraftHead):
+        further += _KEPT_ROWS * decoder.states_width * decoder.dtype.itemsize
+    size, block_size = target.spec.vocab_size, target.block_size
+    return LoadedDraft(decoder, size, block_size, tokens, further, kind, targets)
 
 
 def _require_target(target: Model) -> None:
@@ -96,17 +167,12 @@ def _require_target(target: Model) -> None:
         )
 
 
-def _require_draft(path: Path, draft: Model, target: Model) -> None:
-    """Raise StartupError for a model that can't make draft tokens for `target`."""
+def _require_draft(path: Path, draft: Model) -> None:
+    """Raise StartupError for a model that can't make draft tokens."""
     if draft.computes_whole_prompts or not draft.computes_logits:
         raise StartupError(f"--draft {path} generates no tokens. Use a model that does.")
     if draft.state_bytes:
         raise StartupError(
             f"--draft {path} has recurrent layers, which can't return to an accepted token. Use a "
             "model with attention alone."
-        )
-    if target.block_size % draft.block_size:
-        raise StartupError(
-            f"--draft {path} needs blocks of {draft.block_size} tokens; the model has "
-            f"{target.block_size}. Use another draft model."
         )

@@ -30,6 +30,9 @@ class DraftModel:
     same number, so that the block tables of sequences serve both.
     """
 
+    _rows_before = 0
+    """Number of tokens between the token of a row and the one whose id the row reads"""
+
     def __init__(
         self,
         decoder: Model,
@@ -45,6 +48,8 @@ class DraftModel:
         self._decoder = decoder
         self._cache = cache
         self._vocabulary_size = vocabulary_size
+        self._most_id = decoder.spec.vocab_size - 1
+        """Largest id with an embedding"""
         self._clock = clock
         self._staging = Staging(decoder.device)
         self.limits = DraftLimits(decoder.spec.context_length, pass_tokens)
@@ -63,50 +68,78 @@ class DraftModel:
         made: list[list[int]] = [[] for _ in parts]
         passes: list[PassTime] = []
         growing = order
-        starts = [parts[i].start for i in order]
+        before = self._rows_before
+        starts = [parts[i].start - before for i in order]
+        self._begin([parts[i] for i in order])
         ids = [parts[i].sequence.tokens[parts[i].start : parts[i].end] for i in order]
         while growing:
             began = self._clock()
-            tables = [parts[i].sequence.tables[0].blocks for i in growing]
-            hidden = self._forward(ids, starts, tables)
+            hidden = self._forward(ids, starts, [parts[i] for i in growing])
             rows = [row for row, i in enumerate(growing) if parts[i].length]
             drawn = self._most_likely(hidden, rows)
             passes.append(PassTime(sum(map(len, ids)), self._clock() - began))
-            grown, growing = [growing[row] for row in rows], []
-            for i, token in zip(grown, drawn, strict=True):
+            going: list[int] = []
+            for row, token in zip(rows, drawn, strict=True):
+                i = growing[row]
                 if 0 <= token < self._vocabulary_size:
                     made[i].append(token)
                     if len(made[i]) < parts[i].length:
-                        growing.append(i)
-            starts = [parts[i].end + len(made[i]) - 1 for i in growing]
+                        going.append(row)
+            if going:
+                self._follow(hidden, going)
+            growing = [growing[row] for row in going]
+            starts = [parts[i].end + len(made[i]) - 1 - before for i in growing]
             ids = [np.array(made[i][-1:], dtype=np.int32) for i in growing]
         return DraftResult(made, passes)
+
+    def _begin(self, parts: Sequence[DraftPart]) -> None:
+        """Prepare the first pass over these parts, in the order of the batch."""
+
+    def _compute(self, batch: StepBatch) -> Tensor:
+        """Compute a batch. Return hidden states as `Model.forward` does."""
+        return self._decoder.forward(batch, self._cache)
+
+    def _follow(self, hidden: Tensor, rows: Sequence[int]) -> None:
+        """Prepare the next pass, which continues some rows of `_compute`'s result."""
 
     def _forward(
         self,
         ids: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]],
         starts: Sequence[int],
-        tables: Sequence[list[int]],
+        parts: Sequence[DraftPart],
     ) -> Tensor:
         """Compute consecutive tokens of some sequences. Return the last one's hidden states.
 
         ids: int32 [tokens] of each sequence, those with one token first. starts: index of each
-        one's first token. tables: blocks of each sequence.
+        one's first row. parts: part of each sequence.
         """
+        size = self._cache.block_size
+        skipped = [part.first_block * size for part in parts]
+        tables = [
+            part.sequence.tables[0].blocks[part.first_block :]
+            if part.first_block
+            else part.sequence.tables[0].blocks
+            for part in parts
+        ]
         counts = [len(each) for each in ids]
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        ends = [
+            start + count - skip for start, count, skip in zip(starts, counts, skipped, strict=True)
+        ]
         fields = self._staging.lay_out(sum(counts), tables)
         # Ids that only the engine's model has stand for parts of images, or are never drawn.
-        np.minimum(np.concatenate(ids), self._decoder.spec.vocab_size - 1, out=fields.token_ids)
+        np.minimum(np.concatenate(ids), self._most_id, out=fields.token_ids)
         fields.query_starts[0] = 0
         np.cumsum(counts, out=fields.query_starts[1:])
         fields.context_lengths[:] = ends
         owners = np.repeat(np.arange(len(counts)), counts)
         shifts = (fields.context_lengths - fields.query_starts[1:])[owners]
         np.add(np.arange(len(owners)), shifts, out=fields.positions)
-        blocks, offsets = np.divmod(fields.positions, self._cache.block_size)
+        blocks, offsets = np.divmod(fields.positions, size)
         places = fields.block_tables[owners, 0, blocks].astype(np.int64)
-        np.add(places * self._cache.block_size, offsets, out=fields.slots[0])
+        np.add(places * size, offsets, out=fields.slots[0])
+        if any(skipped):
+            positions = fields.positions
+            np.add(positions, np.repeat(skipped, counts), out=positions)
         num_decodes = counts.count(1)
         is_partial = num_decodes < len(counts)
         if is_partial:
@@ -129,7 +162,7 @@ class DraftModel:
             context_lengths_host=tuple(ends),
             output_rows=outputs,
         )
-        return self._decoder.forward(batch, self._cache)
+        return self._compute(batch)
 
     def _most_likely(self, hidden: Tensor, rows: list[int]) -> list[int]:
         """Return the most likely id behind some rows; -1 for NaN on a CPU."""

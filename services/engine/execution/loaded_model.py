@@ -11,7 +11,7 @@ import torch
 from services.common.host_memory import in_units
 from services.common.settings import StartupError
 from services.engine.execution.cache_need import CacheNeed, GroupNeed
-from services.engine.execution.draft_loader import LoadedDraft, load_draft
+from services.engine.execution.draft_loader import LoadedDraft, load_draft, tap_for_head
 from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.memory_budget import (
     available_memory,
@@ -120,6 +120,8 @@ def load(settings: EngineSettings) -> LoadedModel:
     decoder.state_dtype = resolve_dtype(settings.state_dtype)
     settings = _with_limits(settings, decoder, ranks)
     pooler = load_pooler(settings.model, decoder.spec, device, settings.pooling)
+    if settings.draft:
+        tap_for_head(Path(settings.draft), decoder)
     step_bytes = _reserve(settings, decoder, ranks)
     states = settings.state_dtype if decoder.state_bytes else "float32"
     fingerprint = weights_fingerprint(settings.model, settings.weights, states, settings.kv_dtype)

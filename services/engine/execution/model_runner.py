@@ -94,6 +94,15 @@ class ModelRunner:
             return self._decoder.forward(self._batches.build(plan, drawn), self._cache)
         return self._graphs.run(batch)
 
+    def tapped(self, plan: StepPlan) -> Sequence[Tensor]:
+        """Return what `Model.tap` has copied of the tokens of a plan, right after its `forward`.
+
+        The tensors [tokens, hidden_size] have the tokens in the order of the plan. They are valid
+        until the next call.
+        """
+        tokens = len(plan.decodes) + sum(chunk.count for chunk in plan.chunks)
+        return self._decoder.tapped(tokens)
+
     def _padded(self, plan: StepPlan, drawn: DeviceTokens | None) -> StepBatch | None:
         """Return the batch of a padded step; None if no graph can run the step."""
         numbers = adapters_of(plan)

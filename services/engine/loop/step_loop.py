@@ -243,6 +243,8 @@ class StepLoop:
     ) -> tuple[Tensor, list[Draw]]:
         """Compute a plan. Returns its hidden states, and the draws from them."""
         hidden = self._runner.forward(plan, drawn)
+        if self._drafts.reads_states:
+            self._drafts.keep_states(plan, self._runner.tapped(plan))
         self._steps += 1
         self._sampler.score_prompts(plan, hidden)
         return hidden, self._sampler.draws(plan)

@@ -12,6 +12,7 @@ from services.engine.kernels.memory import touch
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
+from services.engine.model.embedding import Embedding
 from services.engine.model.layer_inputs import LayerInputs
 from services.engine.model.layer_stack import Activations, LayerStack, StackWeights
 from services.engine.model.operators.interface import Operators, Projection
@@ -37,6 +38,8 @@ class Decoder(LayerStack):
     """A decoder-only transformer. Not thread-safe: passes share buffers."""
 
     _weights: DecoderWeights
+    _taps: tuple[int, ...] = ()
+    """Numbers of layers behind which the residual is copied"""
 
     def __init__(
         self,
@@ -57,6 +60,28 @@ class Decoder(LayerStack):
         has_fixed_launches = groups or not self.spec.has_experts
         has_fixed_launches &= all(mixer.is_capturable for mixer in self._shapes)
         return self._attention.is_capturable and has_fixed_launches
+
+    @property
+    def can_tap(self) -> bool:
+        return not self.spec.num_streams and not self.spec.family.layer_norm
+
+    def tap(self, depths: Sequence[int]) -> None:
+        assert self.can_tap
+        self._taps = tuple(depths)
+        self._grow(len(self._activations.hidden))
+
+    def tapped(self, tokens: int) -> Sequence[Tensor]:
+        return self._buffers(tokens).tapped
+
+    @property
+    def embedding(self) -> Embedding:
+        """Table of the tokens' embeddings, before any factor."""
+        return self._weights.embedding
+
+    @property
+    def output(self) -> Projection | None:
+        """Product that makes the logits; None: there is none."""
+        return self._weights.output
 
     @property
     def computes_logits(self) -> bool:
@@ -169,6 +194,7 @@ class Decoder(LayerStack):
         """
         last = self.spec.num_layers - 1
         for index in range(last):
+            self._tap(index, buffers)
             self._project(index, buffers)
             mixer, scratch = self._mixing(index, buffers)
             mixer.mix(batch, cache, scratch)
@@ -176,6 +202,7 @@ class Decoder(LayerStack):
             for image in batch.images:
                 if index + 1 < len(image.embeddings):
                     buffers.hidden.index_add_(0, image.indices, image.embeddings[index + 1])
+        self._tap(last, buffers)
         self._project(last, buffers)
         mixer, scratch = self._mixing(last, buffers)
         self._keep(batch, buffers)
@@ -183,6 +210,13 @@ class Decoder(LayerStack):
         if self.adapters is not None:
             self.adapters.narrow()
         self._after_mixing(last, kept)
+
+    def _tap(self, depth: int, buffers: Activations) -> None:
+        """Copy the residual if it is tapped behind this number of layers."""
+        for tapped, copy in zip(self._taps, buffers.tapped, strict=True):
+            if tapped == depth:
+                self._operators.clear(copy)
+                self._operators.add(buffers.hidden, copy)
 
     def _project(self, index: int, buffers: Activations) -> None:
         layer = self._layers[index]
@@ -261,6 +295,7 @@ class Decoder(LayerStack):
             inputs=None if inputs is None else inputs.allocate(tokens),
             streams=self._allocate_streams(tokens),
             waiting=self._operators.empty(tokens, width) if self.spec.has_shortcuts else None,
+            tapped=tuple(self._operators.empty(tokens, width) for _ in self._taps),
         )
 
     def _allocate_streams(self, tokens: int) -> Tensor | None:

@@ -74,6 +74,8 @@ class Activations:
     """[tokens, streams, hidden_size], as in `ResidualRows`; None: there is only `hidden`"""
     waiting: Tensor | None
     """[tokens, hidden_size], as in `ResidualRows`"""
+    tapped: tuple[Tensor, ...] = ()
+    """Copies [tokens, hidden_size] of the residual between layers, which draft heads read"""
 
     @property
     def residual(self) -> ResidualRows:
@@ -90,7 +92,8 @@ class Activations:
         mixing = (tensor for scratch in self.mixing for tensor in scratch.tensors)
         inputs = () if self.inputs is None else (self.inputs.whole, self.inputs.gated)
         others = (each for each in (self.streams, self.waiting) if each is not None)
-        return self.hidden, self.normed, *mixing, *self.inner, *self.spares, *inputs, *others
+        rows = (self.hidden, self.normed, *mixing, *self.inner, *self.spares)
+        return *rows, *inputs, *others, *self.tapped
 
     def first(self, tokens: int) -> "Activations":
         return Activations(
@@ -103,6 +106,7 @@ class Activations:
             None if self.inputs is None else self.inputs.first(tokens),
             None if self.streams is None else self.streams[:tokens],
             None if self.waiting is None else self.waiting[:tokens],
+            tuple(each[:tokens] for each in self.tapped),
         )
 
 

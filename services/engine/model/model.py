@@ -61,6 +61,25 @@ class Model(ABC):
         """True if `logits` works."""
 
     @property
+    def can_tap(self) -> bool:
+        """True if `tap` works: the residual between layers is a sum of the layers' outputs."""
+        return False
+
+    def tap(self, depths: Sequence[int]) -> None:
+        """Copy the residual of all rows behind these numbers of layers, in every pass.
+
+        Call this before `reserve`. The copies take no part in the results.
+        """
+        raise NotImplementedError
+
+    def tapped(self, tokens: int) -> Sequence[Tensor]:
+        """Return the copies of the last pass, [tokens, hidden_size] each, valid until the next.
+
+        tokens: number of tokens of that pass. Call this before the pass's logits are computed.
+        """
+        raise NotImplementedError
+
+    @property
     def reads_shared_once(self) -> bool:
         """True if decodes with `StepBatch.prefixes` take less time."""
         return self.runs_alone and self._attention.reads_shared_once

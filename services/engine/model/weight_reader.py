@@ -48,7 +48,7 @@ class WeightReader:
 
     def read(self, manifest: Manifest) -> DecoderWeights:
         self._reader.root = manifest.root
-        layers = tuple(map(self._layer, manifest.layers, self._reader.spec.layers))
+        layers = tuple(map(self.layer, manifest.layers, self._reader.spec.layers))
         positions = (
             None if manifest.positions is None else self._own(self._table(manifest.positions))
         )
@@ -93,7 +93,8 @@ class WeightReader:
         vocab_size, rows = self._reader.spec.vocab_size, head.shape[0]
         return head if rows == vocab_size else split(head, [vocab_size, rows - vocab_size])[0]
 
-    def _layer(self, stored: StoredLayer, spec: LayerSpec) -> LayerWeights:
+    def layer(self, stored: StoredLayer, spec: LayerSpec) -> LayerWeights:
+        """Read one layer."""
         if stored.shared_block is not None:
             return self._shared_blocks.read(stored, stored.shared_block, spec)
         mixer = read_mixer(self._reader, stored.mixer, spec.mixer, stored.mixer_norm)

@@ -4,14 +4,17 @@ The draft model has pages of its own, one for each block of the first cache grou
 table of a sequence serves both models. It computes tokens later than the model, or never. Each full
 block of its pages is known by the hash of its content, so that sequences with a common prefix
 compute this prefix once.
+
+A draft head also needs hidden states of the model, which are kept for a while alone. A sequence for
+which they are gone gets a shorter context: the head sees it from a later block on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.engine.scheduling.sequence import TokenSequence
 
-__all__ = ["DraftPages"]
+__all__ = ["DraftPages", "HeadPages"]
 
 
 @dataclass(slots=True, eq=False)
@@ -24,10 +27,16 @@ class _Progress:
     """Number of full blocks whose content is recorded"""
     guessed: Sequence[int] = ()
     """Draft tokens that were computed behind them"""
+    first_block: int = 0
+    """Number of blocks at the sequence's beginning that a head never sees"""
 
 
 class DraftPages:
     """Owner of the knowledge about the draft model's pages."""
+
+    _shift = 0
+    """Number of tokens whose page is written by an earlier token's row: the first block is full
+    once so many tokens more than its size are computed"""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
@@ -48,15 +57,26 @@ class DraftPages:
             progress.count += 1
         progress.guessed = ()
         blocks = sequence.tables[0].blocks
-        for index in range(progress.full, progress.count // self._size):
+        progress.count = max(progress.count, self._shift)
+        if progress.first_block:
+            return progress.count  # other sequences must not take these blocks for complete ones
+        for index in range(progress.full, (progress.count - self._shift) // self._size):
             self._contents[blocks[index]] = sequence.block_hash(index)
             progress.full = index + 1
-        while (progress.full + 1) * self._size < sequence.length and self._contents.get(
-            blocks[progress.full]
-        ) == sequence.block_hash(progress.full):
+        while (progress.full + 1) * self._size + self._shift < sequence.length and (
+            self._contents.get(blocks[progress.full]) == sequence.block_hash(progress.full)
+        ):
             progress.full += 1
-            progress.count = progress.full * self._size
+            progress.count = progress.full * self._size + self._shift
         return progress.count
+
+    def first_block(self, sequence: TokenSequence) -> int:
+        """Return the number of blocks at a sequence's beginning that are never seen."""
+        return self._progress[sequence].first_block
+
+    def can_continue(self, sequence: TokenSequence) -> bool:
+        """Return whether the tokens of a sequence that the pages lack can be computed."""
+        return True
 
     def write(self, sequence: TokenSequence, end: int, guessed: Sequence[int]) -> None:
         """Note that tokens up to the one before `end`, and these draft tokens behind, are computed.
@@ -66,10 +86,59 @@ class DraftPages:
         progress = self._progress[sequence]
         blocks = sequence.tables[0].blocks
         last = (end + len(guessed) - 1) // self._size
-        for block in blocks[progress.count // self._size : last + 1]:
+        for block in blocks[max(progress.count - self._shift, 0) // self._size : last + 1]:
             self._contents.pop(block, None)
         progress.count, progress.guessed = end, guessed
 
     def leave(self, sequence: TokenSequence) -> None:
         """Note that a sequence gives its blocks back. Their contents stay known."""
         self._progress.pop(sequence, None)
+
+
+class HeadPages(DraftPages):
+    """Knowledge about a head's pages, and about the hidden states that are kept for it.
+
+    The row of a token needs the next token. So the last row of a block is that of the sequence
+    which computed it first; sequences that continue the block differently share it all the same.
+    """
+
+    _shift = 1
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
+        self._firsts: dict[TokenSequence, int] = {}
+        """Index of the first token of each sequence whose hidden states are kept"""
+
+    def note_states(self, firsts: Mapping[TokenSequence, int]) -> None:
+        """Take the index of the first token whose hidden states are kept, by sequence."""
+        self._firsts.update(firsts)
+
+    def count_computed(self, sequence: TokenSequence) -> int:
+        """Return how many tokens the head has computed, and the first one that it never sees.
+
+        Its context moves to a later block if hidden states in between are gone.
+        """
+        count = super().count_computed(sequence)
+        first = self._firsts.get(sequence, sequence.length)
+        if count - 1 >= first:
+            return count
+        progress = self._progress[sequence]
+        block = -(-first // self._size)
+        progress.first_block = progress.full = block
+        progress.count = block * self._size + 1
+        return progress.count
+
+    def can_continue(self, sequence: TokenSequence) -> bool:
+        return self.count_computed(sequence) < sequence.length
+
+    def write(self, sequence: TokenSequence, end: int, guessed: Sequence[int]) -> None:
+        """Do the same as a draft model's pages, but the draft tokens are computed again.
+
+        Their rows come from hidden states that the head has made itself.
+        """
+        super().write(sequence, end, guessed)
+        self._progress[sequence].guessed = ()
+
+    def leave(self, sequence: TokenSequence) -> None:
+        super().leave(sequence)
+        self._firsts.pop(sequence, None)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.engine.scheduling.sequence import TokenSequence
+from services.engine.scheduling.speculation import DraftKind
 
 __all__ = ["DraftLimits", "DraftPart", "DraftResult", "PassTime"]
 
@@ -17,6 +18,8 @@ class DraftLimits:
     """Most tokens of a sequence"""
     pass_tokens: int
     """Most tokens of a pass"""
+    kind: DraftKind = DraftKind.MODEL
+    """Source of the draft tokens; all but a draft model read hidden states of the engine's model"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class DraftPart:
     """Index after the last one, which is the newest token if draft tokens are made"""
     length: int
     """Number of draft tokens to make; 0 = the draft model only computes a part of the prompt"""
+    first_block: int = 0
+    """Number of blocks at the sequence's beginning that the draft model never sees"""
 
     @property
     def count(self) -> int:

@@ -79,6 +79,11 @@ class Drafter:
         assert self._model is not None
         self._model.take(parts, result)
 
+    def note_states(self, firsts: Mapping[TokenSequence, int]) -> None:
+        """Take the index of the first token whose hidden states are kept, by sequence."""
+        if self._model is not None:
+            self._model.note_states(firsts)
+
     def forced(self, sequence: TokenSequence) -> Sequence[int]:
         """Return tokens that a grammar forces behind a sequence's newest token."""
         if not sequence.forced or not _may_draft(sequence):
@@ -123,7 +128,7 @@ class Drafter:
         if kind is not None:
             sequence.speculation.learn(kind, len(draft), accepted)
             self.totals[kind].add(len(draft), accepted)
-            if kind is DraftKind.MODEL and self._model is not None:
+            if self._model is not None and kind is self._model.kind:
                 self._model.learn(sequence, len(draft), accepted)
         return accepted
 
@@ -160,7 +165,7 @@ class Drafter:
 
     def _rate(self, sequence: TokenSequence, kind: DraftKind) -> float:
         """Return the estimated probability that a source's next draft token is accepted."""
-        if kind is DraftKind.MODEL and self._model is not None:
+        if self._model is not None and kind is self._model.kind:
             return self._model.rate(sequence)
         return sequence.speculation.rate_of(kind)
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.draft_lengths import DraftLengths, MadeDraft, MadeLengths
-from services.engine.scheduling.draft_pages import DraftPages
+from services.engine.scheduling.draft_pages import DraftPages, HeadPages
 from services.engine.scheduling.draft_plan import DraftLimits, DraftPart, DraftResult
 from services.engine.scheduling.sequence import TokenSequence
-from services.engine.scheduling.speculation import Acceptance
+from services.engine.scheduling.speculation import Acceptance, Draft, DraftKind
 from services.engine.scheduling.step_cost import StepTimes
 
 __all__ = ["ModelDrafts"]
@@ -50,7 +50,9 @@ class ModelDrafts:
         self._limits = limits
         self._lengths = lengths
         self._caches = caches
-        self._pages = DraftPages(caches.block_size)
+        self._heads = HeadPages(caches.block_size)
+        is_head = limits.kind is not DraftKind.MODEL
+        self._pages = self._heads if is_head else DraftPages(caches.block_size)
         self._passes = StepTimes()
         self._token_seconds = 0.0
         """Seconds of a token of the longest pass so far; 0 = no pass of a prompt was measured"""
@@ -69,6 +71,15 @@ class ModelDrafts:
         self._trial: TokenSequence | None = None
         """Sequence whose next draft is a trial"""
 
+    @property
+    def kind(self) -> DraftKind:
+        """Source of these drafts."""
+        return self._limits.kind
+
+    def note_states(self, firsts: Mapping[TokenSequence, int]) -> None:
+        """Do `HeadPages.note_states`."""
+        self._heads.note_states(firsts)
+
     def leave(self, sequence: TokenSequence) -> None:
         """Note that a sequence gives its blocks back."""
         self._pages.leave(sequence)
@@ -82,7 +93,7 @@ class ModelDrafts:
         """
         if sequence is self._trial:
             return _TRIAL_RATE
-        return sequence.speculation.model_rate(self._common.rate())
+        return sequence.speculation.model_rate(self.kind, self._common.rate())
 
     def plan(
         self, streams: int, sequences: Sequence[TokenSequence], most: int
@@ -99,7 +110,10 @@ class ModelDrafts:
             return ()
         if self._caches.num_free <= len(sequences):
             return ()  # drafts would have sequences preempted
-        drafts = {each: self._draft(each, most) for each in sequences}
+        able = filter(self._pages.can_continue, sequences)
+        drafts = {each: self._draft(each, most) for each in able}
+        if not drafts:
+            return ()
         parts = self._parts(streams, drafts) or self._trial_parts(streams, drafts)
         if not parts:
             self._rest = _REST
@@ -110,7 +124,8 @@ class ModelDrafts:
         for part, made in zip(parts, result.tokens, strict=True):
             self._pages.write(part.sequence, part.end, made[:-1])
             if made:
-                part.sequence.speculation.made = part.sequence.length, made
+                draft = Draft(self.kind, made)
+                part.sequence.speculation.made = part.sequence.length, draft
         for tokens, seconds in result.passes:
             known = self._passes.nearest(tokens, _NEAR)
             # other programs make single passes longer, which says nothing about drafts
@@ -176,7 +191,7 @@ class ModelDrafts:
         ready = {each: draft for each, draft in hopeful.items() if lags[each] <= _MOST_LAG}
         made = steady if len(ready) == len(hopeful) else self._made(streams, ready)
         parts = [
-            DraftPart(each, each.length - lags[each], each.length, length)
+            self._part(each, each.length - lags[each], each.length, length)
             for each, length in zip(ready, made.lengths, strict=True)
             if length
         ][: self._limits.pass_tokens // (2 * _MOST_LAG)]
@@ -225,7 +240,7 @@ class ModelDrafts:
             if left <= 0 or count <= 0:
                 break
             start = sequence.length - lag
-            parts.append(DraftPart(sequence, start, start + min(count, lag - 1), 0))
+            parts.append(self._part(sequence, start, start + min(count, lag - 1), 0))
             count -= parts[-1].count
         return parts
 
@@ -242,7 +257,7 @@ class ModelDrafts:
         if lag > _MOST_LAG:
             return self._chunks(streams, {trial: lag}, self._funds)
         length = min(_TRIAL_LENGTH, drafts[trial].most)
-        return [DraftPart(trial, trial.length - lag, trial.length, length)] if length else []
+        return [self._part(trial, trial.length - lag, trial.length, length)] if length else []
 
     def _choose_trial(
         self, streams: int, drafts: Mapping[TokenSequence, MadeDraft]
@@ -263,6 +278,10 @@ class ModelDrafts:
     def _funds(self) -> float:
         """Seconds that drafts may take."""
         return max(self._balance or 0.0, 0.0)
+
+    def _part(self, sequence: TokenSequence, start: int, end: int, length: int) -> DraftPart:
+        """Return a part with these fields. `count_computed` of the pages comes before it."""
+        return DraftPart(sequence, start, end, length, self._pages.first_block(sequence))
 
     def _pass_seconds(self, tokens: int) -> float:
         """Return the estimated seconds of a pass of so many tokens.

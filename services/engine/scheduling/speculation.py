@@ -37,6 +37,10 @@ class DraftKind(Enum):
     """The text that the client expects"""
     MODEL = "draft_model"
     """A smaller model with the same vocabulary"""
+    EAGLE = "eagle"
+    """An EAGLE-3 head, which reads the model's hidden states"""
+    MTP = "mtp"
+    """A layer of the checkpoint that predicts the token after the next one"""
 
 
 class Draft(NamedTuple):
@@ -94,8 +98,8 @@ class Speculation:
         """prediction: tokens that the client expects as the answer behind the prompt's tokens."""
         self.reported: tuple[int, Draft | None] = (-1, None)
         """Position and tokens of the draft whose masks were requested"""
-        self.made: tuple[int, Sequence[int]] = (-1, ())
-        """Length of the sequence, and the tokens that a draft model has made behind it"""
+        self.made: tuple[int, Draft | None] = (-1, None)
+        """Length of the sequence, and the draft that a draft model or a head has made behind it"""
         self.computed: DraftKind | None = None
         """Source of the draft that the newest step computed; None = a grammar forced its tokens"""
         self.counts = {kind: DraftTotals() for kind in DraftKind}
@@ -120,9 +124,12 @@ class Speculation:
         """Return the estimated probability that a source's next draft token is accepted."""
         return self._acceptances[kind].rate()
 
-    def model_rate(self, prior: float) -> float:
-        """Return the same of a draft model. prior: the probability before the first draft."""
-        return self._acceptances[DraftKind.MODEL].rate(prior)
+    def model_rate(self, kind: DraftKind, prior: float) -> float:
+        """Return the same of a draft model or a head.
+
+        prior: the probability before the first draft.
+        """
+        return self._acceptances[kind].rate(prior)
 
     def propose(
         self, tokens: npt.NDArray[np.int32], most: int, *, looks_up: bool = True
@@ -134,8 +141,8 @@ class Speculation:
         to be better. The expected text goes before n-grams.
         """
         length, made = self.made
-        if length == len(tokens):
-            return Draft(DraftKind.MODEL, made[:most])
+        if made is not None and length == len(tokens):
+            return Draft(made.kind, made.tokens[:most])
         return self.propose_free(tokens, most, looks_up=looks_up)
 
     def propose_free(

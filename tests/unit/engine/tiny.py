@@ -19,16 +19,19 @@ from services.engine.checked_request import (
     bitmask,
 )
 from services.engine.execution.draft_model import DraftModel
+from services.engine.execution.head_drafts import HeadDrafts
 from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import AddRequest, Command, Output, Token
 from services.engine.model.attention import KVCache
+from services.engine.model.draft_head import DraftHead
 from services.engine.model.loader import load_model
 from services.engine.model.model import Model
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.speculation import DraftKind
 from services.engine.scheduling.step_plan import SchedulerLimits
 
 VOCABULARY = 48
@@ -108,16 +111,25 @@ def make_loop(
     runner: Callable[[Model, KVCache, StepCapacity | None], ModelRunner] = ModelRunner,
     draft: Model | None = None,
     draft_model: type[DraftModel] = DraftModel,
+    head_drafts: type[HeadDrafts] = HeadDrafts,
+    targets: Sequence[int] = (),
+    most_kept: int = 4096,
 ) -> StepLoop:
     """Return a loop whose clock advances by the next of `ticks`, in a cycle, at each reading.
 
-    padded: pad decode steps like a GPU. draft: model that makes draft tokens.
+    padded: pad decode steps like a GPU. draft: model or head that makes draft tokens. targets and
+    most_kept: parameters of `HeadDrafts`.
     """
     clock = accumulate(cycle(ticks))
-    drafts = None
+    drafts: DraftModel | None = None
     if draft is not None:
         own = draft.allocate_cache(blocks, block)
-        drafts = draft_model(draft, own, decoder.spec.vocab_size, 64, lambda: next(clock))
+        size = decoder.spec.vocab_size
+        if isinstance(draft, DraftHead):
+            kind, kept = DraftKind.EAGLE, most_kept
+            drafts = head_drafts(draft, own, size, 64, kind, targets, kept, lambda: next(clock))
+        else:
+            drafts = draft_model(draft, own, size, 64, lambda: next(clock))
     limits = SchedulerLimits(
         running,
         step_tokens,

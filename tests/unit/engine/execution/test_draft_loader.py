@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from services.common.settings import StartupError
 from services.engine import start_check
@@ -17,6 +18,7 @@ from services.engine.start_check import check_start, needed_bytes
 from tests.text_models import make_embedder
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.files import make_checkpoint as make_family
+from tests.unit.engine.eagle import make_eagle, make_repeater
 from tests.unit.engine.tiny import VOCABULARY, make_checkpoint
 
 SETTINGS = EngineSettings(dtype="float32", device="cpu", kv_memory="1MiB", max_running=4)
@@ -48,6 +50,49 @@ def test_engine_with_its_own_weights_as_draft_answers_in_fewer_steps(tmp_path: P
     assert counts[0] == ()
     assert counts[1][0].source == "draft_model"
     assert counts[1][0].accepted == counts[1][0].drafted > 0
+
+
+def drafted_token(head: Path) -> int:
+    """Return an id that a head drafts."""
+    return int(load_file(head / "model.safetensors")["t2d"].nonzero()[-1])
+
+
+def test_engine_with_an_eagle_head_answers_in_fewer_steps(tmp_path: Path) -> None:
+    model = make_repeater(tmp_path / "model", make_checkpoint(tmp_path / "random"))
+    head = make_eagle(tmp_path / "head", model, repeats=True)
+    settings = replace(SETTINGS, model=model, draft=str(head))
+    check_start(settings)
+    assert needed_bytes(settings) > needed_bytes(replace(settings, draft=""))
+    with Engine(model, settings) as engine, Engine(model, SETTINGS) as plain:
+        token = drafted_token(head)
+        for prompt in ([5, token], [5, 7, 11, token]):
+            answers = [
+                each.generate(prompt, max_tokens=80, temperature=0, ignore_eos=True).token_ids
+                for each in (engine, plain)
+            ]
+            assert answers[0] == answers[1] == 80 * [token]
+        [count] = engine.loaded.steps.take_output().load.drafts
+        assert count.source == "eagle"
+        assert count.accepted == count.drafted > 60
+        assert engine.model.pool_bytes[0] == 1.5 * plain.model.pool_bytes[0]
+
+
+def test_heads_of_other_models_are_refused(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model")
+    head = make_eagle(tmp_path / "head", model, more={"eagle_config": {}})
+    with pytest.raises(StartupError, match=r"--draft .*the model has 2 layers") as error:
+        Engine(model, replace(SETTINGS, draft=str(head)))
+    assert "\n" not in str(error.value)
+    make_eagle(head, model, without=("norm.weight",))
+    with pytest.raises(StartupError, match=r"--draft .*no file holds the tensor norm.weight"):
+        Engine(model, replace(SETTINGS, draft=str(head)))
+
+
+def test_model_whose_residual_is_no_sum_takes_no_head(tmp_path: Path) -> None:
+    head = make_eagle(tmp_path / "head", make_checkpoint(tmp_path / "model"))
+    make_family(tmp_path / "gpt2", CONFIGS["gpt2"])
+    with pytest.raises(StartupError, match="no plain sums of its layers"):
+        Engine(tmp_path / "gpt2", replace(SETTINGS, draft=str(head)))
 
 
 def test_pages_of_the_draft_model_count_in_the_memory_of_the_cache(tmp_path: Path) -> None:

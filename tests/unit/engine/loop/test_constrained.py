@@ -20,11 +20,15 @@ from services.engine.messages import (
     StepOutput,
     Token,
 )
+from services.engine.model.decoder import Decoder
+from services.engine.model.eagle_head import EagleHead
 from services.engine.model.model import Model
+from tests.unit.engine.eagle import load_with_head, make_eagle, make_repeater
 from tests.unit.engine.loop.grammar import Grammar
 from tests.unit.engine.tiny import (
     SAME_EXAMPLES,
     VOCABULARY,
+    make_checkpoint,
     make_loop,
     make_request,
     with_resume,
@@ -43,6 +47,14 @@ REPEATED = st.one_of(ALLOWED, ALLOWED.map(lambda allowed: 6 * allowed[:4]))
 """The same with repetitions, so that many draft tokens are right"""
 
 
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, EagleHead]:
+    """A model that repeats the newest token, and a head that drafts that."""
+    directory = tmp_path_factory.mktemp("headed")
+    model = make_repeater(directory / "model", make_checkpoint(directory / "random"))
+    return load_with_head(model, make_eagle(directory / "head", model, repeats=True))
+
+
 def generate(
     decoder: Model,
     request: AddRequest,
@@ -55,6 +67,7 @@ def generate(
     speculate: bool = False,
     overlaps: bool = False,
     draft: Model | None = None,
+    targets: Sequence[int] = (),
 ) -> list[Output]:
     """Return the outputs of the request (handle 1), which runs beside unconstrained ones."""
     loop = make_loop(
@@ -64,6 +77,7 @@ def generate(
         speculate=speculate,
         overlaps=overlaps,
         draft=draft,
+        targets=targets,
     )
     grammar = Grammar(allowed, jumps, cycle(lateness))
     free = [make_request(2 + i, [[7 + i, 9]], max_tokens=20) for i in range(neighbours)]
@@ -138,7 +152,7 @@ KINDS: dict[str, Callable[..., AddRequest]] = {
 @given(
     allowed=REPEATED,
     jumps=st.booleans(),
-    mode=st.sampled_from(["plain", "speculate", "overlaps", "draft model"]),
+    mode=st.sampled_from(["plain", "speculate", "overlaps", "draft model", "head"]),
     max_tokens=st.integers(2, 24),
     lateness=st.lists(st.integers(0, 5), min_size=1, max_size=5),
     neighbours=st.integers(0, 2),
@@ -146,6 +160,7 @@ KINDS: dict[str, Callable[..., AddRequest]] = {
 @settings(SAME_EXAMPLES, max_examples=18)
 def test_forced_and_draft_tokens_and_late_masks_do_not_change_the_output(
     decoder: Model,
+    headed: tuple[Decoder, EagleHead],
     kind: str,
     allowed: list[set[int]],
     jumps: bool,
@@ -154,6 +169,9 @@ def test_forced_and_draft_tokens_and_late_masks_do_not_change_the_output(
     lateness: list[int],
     neighbours: int,
 ) -> None:
+    model, head = headed
+    drafts = {"draft model": decoder, "head": head.model}
+    decoder = model if mode == "head" else decoder
     request = KINDS[kind](max_tokens=max_tokens, ignore_eos=False, constrained=True)
     one_by_one = generate(decoder, request, allowed, jumps=False)
     at_once = generate(
@@ -166,7 +184,8 @@ def test_forced_and_draft_tokens_and_late_masks_do_not_change_the_output(
         neighbours=neighbours,
         speculate=mode == "speculate",
         overlaps=mode == "overlaps",
-        draft=decoder if mode == "draft model" else None,
+        draft=drafts.get(mode),
+        targets=head.targets if mode == "head" else (),
     )
     (seen, numbers), (expected, their_numbers) = visible(at_once), visible(one_by_one)
     assert seen == expected
