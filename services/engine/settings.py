@@ -128,8 +128,9 @@ class EngineSettings(StreamSettings, PeerSettings, ReportSettings, CheckpointSet
     speculate: str = setting(
         "auto",
         "Draft tokens, which never change the output: auto = from the answers that clients expect, "
-        "ngram = from repetitions in the sequence, too.",
-        choices=("off", "auto", "ngram"),
+        "ngram = from repetitions in the sequence, too, mtp = from the checkpoint's MTP layer, "
+        "too.",
+        choices=("off", "auto", "ngram", "mtp"),
     )
     draft: str = setting(
         "",
@@ -165,8 +166,10 @@ class EngineSettings(StreamSettings, PeerSettings, ReportSettings, CheckpointSet
                 "--packed-cache: nothing is packed with --weights mapped. Start without one of "
                 "them."
             )
-        if self.draft and self.speculate == "off":
-            raise StartupError("--draft: --speculate off ignores it. Start without one of them.")
+        if self.draft and self.speculate in ("off", "mtp"):
+            raise StartupError(
+                f"--draft: --speculate {self.speculate} ignores it. Start without one of them."
+            )
         if self.kv_memory != "auto" and parse_share(self.kv_memory) is None:
             parse_bytes(self.kv_memory)
         if self.context_length not in ("auto", "max"):

@@ -183,6 +183,12 @@ class StepBatch:
         return replace(self, further_groups=tuple(map(replace, self.further_groups)))
 
     @property
+    def with_all_rows(self) -> "StepBatch":
+        """This batch with an output row for each token."""
+        further = tuple(replace(each, output_rows=None) for each in self.further_groups)
+        return replace(self, output_rows=None, further_groups=further)
+
+    @property
     def narrowed(self) -> "StepBatch":
         """This batch with the output rows as its only queries. Keys and values stay complete."""
         if self.output_rows is None:

@@ -21,9 +21,10 @@ from services.engine.model.decoder import Decoder
 from services.engine.model.draft_head import DraftHead
 from services.engine.model.eagle_head import load_eagle
 from services.engine.model.model import Model
+from services.engine.model.mtp_head import load_mtp
 from services.engine.scheduling.speculation import DraftKind
 
-__all__ = ["LoadedDraft", "load_draft", "tap_for_head"]
+__all__ = ["LoadedDraft", "load_draft", "load_mtp_draft", "tap_for_head", "tap_for_mtp"]
 
 _PASS_TOKENS = 512
 """Most tokens of a pass of the draft model"""
@@ -84,15 +85,42 @@ def tap_for_head(path: Path, target: Model) -> None:
             config = Checkpoint.config(directory)
             if not is_eagle(config):
                 return
-            _require_target(target)
-            if not isinstance(target, Decoder) or not target.can_tap:
-                raise StartupError(
-                    f"--draft {path} is a head, which reads hidden states; those of this model "
-                    "are no plain sums of its layers. Start without it, or with a draft model."
-                )
-            target.tap(eagle_depths(config, target.spec.num_layers))
+            depths = eagle_depths(config, target.spec.num_layers)
     except CheckpointError as error:
         raise StartupError(f"--draft {path}: {error}") from None
+    _tap(f"--draft {path}", depths, target)
+
+
+def tap_for_mtp(target: Model) -> None:
+    """Have the engine's model copy its final hidden states, which its MTP layer reads.
+
+    Call this before `reserve`. Raises StartupError for a model that can't have such a layer.
+    """
+    _tap("--speculate mtp", [target.spec.num_layers], target)
+
+
+def _tap(option: str, depths: Sequence[int], target: Model) -> None:
+    _require_target(option, target)
+    if not isinstance(target, Decoder) or not target.can_tap:
+        raise StartupError(
+            f"{option}: a head reads hidden states, and those of this model are no plain sums of "
+            "its layers. Start without it, or with a draft model."
+        )
+    target.tap(depths)
+
+
+def load_mtp_draft(model: Path, target: Model, kv_dtype: str, max_running: int) -> LoadedDraft:
+    """Load the MTP layer of the engine's model, whose checkpoint is in `model`.
+
+    Raises StartupError without such a layer, and with too little memory.
+    """
+    assert isinstance(target, Decoder)
+    option = "--speculate mtp"
+    try:
+        head = load_mtp(model, target, kv_dtype)
+    except CheckpointError as error:
+        raise StartupError(f"{option}: {error} Start without it.") from None
+    return _reserved(option, head, target, max_running, DraftKind.MTP)
 
 
 def load_draft(
@@ -102,14 +130,15 @@ def load_draft(
 
     Raises StartupError for a model that can't draft for `target`, and with too little memory.
     """
-    _require_target(target)
+    option = f"--draft {path}"
+    _require_target("--draft", target)
     try:
         with opened_checkpoint(path) as directory:
             if is_eagle(Checkpoint.config(directory)):
                 assert isinstance(target, Decoder)
                 head = load_eagle(directory, target, kv_dtype)
                 return _reserved(
-                    path, head.model, target, max_running, DraftKind.EAGLE, head.targets
+                    option, head.model, target, max_running, DraftKind.EAGLE, head.targets
                 )
             decoder = load_any_model(
                 directory, target.dtype, progress=True, device=target.device, kv_dtype=kv_dtype
@@ -124,11 +153,11 @@ def load_draft(
             f"--draft {path} has another vocabulary: {difference}. Use a model with the same "
             "tokenizer."
         )
-    return _reserved(path, decoder, target, max_running, DraftKind.MODEL)
+    return _reserved(option, decoder, target, max_running, DraftKind.MODEL)
 
 
 def _reserved(
-    path: Path,
+    option: str,
     decoder: Model,
     target: Model,
     max_running: int,
@@ -138,7 +167,7 @@ def _reserved(
     """Reserve the buffers of passes. Raises StartupError with too little memory."""
     if target.block_size % decoder.block_size:
         raise StartupError(
-            f"--draft {path} needs blocks of {decoder.block_size} tokens; the model has "
+            f"{option} needs blocks of {decoder.block_size} tokens; the model has "
             f"{target.block_size}. Use another draft model."
         )
     tokens = max(_PASS_TOKENS, max_running)
@@ -146,7 +175,7 @@ def _reserved(
     if decoder.device.type == "cpu":
         further = decoder.pass_bytes(tokens, max_running, decoder.spec.context_length)
     needed = decoder.bytes_to_reserve(tokens, max_running) + further
-    require_memory(needed, f"A pass of --draft {path}", decoder.device)
+    require_memory(needed, f"A pass of {option}", decoder.device)
     decoder.reserve(tokens, max_running)
     if decoder.device.type == "cuda":
         further = measure_steps(decoder, tokens - max_running, max_running, None)
@@ -156,14 +185,14 @@ def _reserved(
     return LoadedDraft(decoder, size, block_size, tokens, further, kind, targets)
 
 
-def _require_target(target: Model) -> None:
+def _require_target(option: str, target: Model) -> None:
     """Raise StartupError for an engine's model that takes no draft model."""
     if target.computes_whole_prompts or not target.computes_logits:
-        raise StartupError("--draft is for models that generate. Start without it.")
+        raise StartupError(f"{option} is for models that generate. Start without it.")
     if layer_groups(target.spec)[0].window:
         raise StartupError(
-            "--draft needs a model with a layer that sees all tokens; all layers of this one have "
-            "windows. Start without it."
+            f"{option} needs a model with a layer that sees all tokens; all layers of this one "
+            "have windows. Start without it."
         )
 
 

@@ -11,7 +11,13 @@ import torch
 from services.common.host_memory import in_units
 from services.common.settings import StartupError
 from services.engine.execution.cache_need import CacheNeed, GroupNeed
-from services.engine.execution.draft_loader import LoadedDraft, load_draft, tap_for_head
+from services.engine.execution.draft_loader import (
+    LoadedDraft,
+    load_draft,
+    load_mtp_draft,
+    tap_for_head,
+    tap_for_mtp,
+)
 from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.memory_budget import (
     available_memory,
@@ -87,8 +93,10 @@ def load(settings: EngineSettings) -> LoadedModel:
     Raises CheckpointError or StartupError.
     """
     rank = Rank.from_environment()
-    if settings.draft and not rank.is_alone:
-        raise StartupError("--draft is for engines of one rank. Start without it.")
+    uses_mtp = settings.speculate == "mtp"
+    if (settings.draft or uses_mtp) and not rank.is_alone:
+        option = "--speculate mtp" if uses_mtp else "--draft"
+        raise StartupError(f"{option} is for engines of one rank. Start without it.")
     device = _device(settings.device, rank)
     if threads := rank.threads(settings.threads):
         torch.set_num_threads(threads)
@@ -122,6 +130,8 @@ def load(settings: EngineSettings) -> LoadedModel:
     pooler = load_pooler(settings.model, decoder.spec, device, settings.pooling)
     if settings.draft:
         tap_for_head(Path(settings.draft), decoder)
+    elif uses_mtp:
+        tap_for_mtp(decoder)
     step_bytes = _reserve(settings, decoder, ranks)
     states = settings.state_dtype if decoder.state_bytes else "float32"
     fingerprint = weights_fingerprint(settings.model, settings.weights, states, settings.kv_dtype)
@@ -170,12 +180,14 @@ def load(settings: EngineSettings) -> LoadedModel:
 
 
 def _load_draft(settings: EngineSettings, decoder: Model) -> LoadedDraft | None:
-    """Load the model of --draft, if it is stated. Raises StartupError."""
+    """Load the model of --draft, or the MTP layer, if it is stated. Raises StartupError."""
+    kv_dtype, max_running = _kv_dtype(settings), settings.max_running
+    if settings.speculate == "mtp":
+        return load_mtp_draft(settings.model, decoder, kv_dtype, max_running)
     if not settings.draft:
         return None
     path = Path(settings.draft)
-    kv_dtype = _kv_dtype(settings)
-    return load_draft(path, settings.model, decoder, kv_dtype, settings.max_running)
+    return load_draft(path, settings.model, decoder, kv_dtype, max_running)
 
 
 def _packed_file(

@@ -84,6 +84,11 @@ class Decoder(LayerStack):
         return self._weights.output
 
     @property
+    def final_norm(self) -> Tensor:
+        """Weight [hidden_size] of the norm in front of the logits."""
+        return self._weights.final_norm
+
+    @property
     def computes_logits(self) -> bool:
         return self._weights.output is not None
 
@@ -132,6 +137,15 @@ class Decoder(LayerStack):
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
+        outputs = batch.output_rows
+        if outputs is None or self.spec.num_layers not in self._taps:
+            return self._compute_rows(batch, cache)
+        hidden = self._compute_rows(batch.with_all_rows, cache)
+        self._operators.keep(hidden, outputs.indices)
+        return hidden[: len(outputs.indices)]
+
+    def _compute_rows(self, batch: StepBatch, cache: KVCache) -> Tensor:
+        """Return the hidden states of the batch's output rows."""
         buffers = self._buffers(len(batch.token_ids))
         kept = self._kept(batch, buffers)
         begin = partial(self._begin, batch, buffers)
@@ -210,6 +224,7 @@ class Decoder(LayerStack):
         if self.adapters is not None:
             self.adapters.narrow()
         self._after_mixing(last, kept)
+        self._tap(self.spec.num_layers, kept)
 
     def _tap(self, depth: int, buffers: Activations) -> None:
         """Copy the residual if it is tapped behind this number of layers."""

@@ -37,6 +37,10 @@ class HeadInputs(ABC):
         states of the engine's model; is_own: [n, hidden_size], those that the head has made.
         """
 
+    @abstractmethod
+    def following(self, hidden: Tensor) -> Tensor:
+        """Return a copy of what further draft tokens read, of rows of the layer's output."""
+
 
 class DraftHead(Decoder):
     """A decoder of one layer that reads hidden states. Not thread-safe: passes share buffers."""
@@ -80,7 +84,7 @@ class DraftHead(Decoder):
 
     def following_states(self, hidden: Tensor) -> Tensor:
         """Return a copy of what further draft tokens read, of rows of `run`'s result."""
-        return hidden.clone()
+        return self._inputs.following(hidden)
 
     def _begin(self, batch: StepBatch, buffers: Activations) -> None:
         tokens = len(batch.token_ids)

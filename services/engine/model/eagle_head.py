@@ -89,6 +89,9 @@ class EagleInputs(HeadInputs):
         for stream, (part, weight) in enumerate(parts):
             rows.streams[:, stream] = rms_norm(part, weight.shape, weight, self.epsilon)
 
+    def following(self, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
 
 def load_eagle(directory: Path, target: Decoder, kv_dtype: str) -> EagleHead:
     """Load the head in `directory`, which shares the embeddings of `target` unless it has its own.

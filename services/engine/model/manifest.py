@@ -27,7 +27,7 @@ from services.engine.model.parts.stored_hyper import StoredHyper, stored_hyper
 from services.engine.model.parts.stored_modal import StoredModalTokens, stored_modal_tokens
 from services.engine.model.parts.stored_shared_block import StoredSharedBlock, stored_shared_block
 
-__all__ = ["Manifest", "StoredLayer"]
+__all__ = ["Manifest", "StoredLayer", "stored_layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Manifest:
             if names.embedding_norm is None
             else stored_norm(spec, f"{root}{names.embedding_norm}"),
             positions=positions,
-            layers=tuple(_layer(spec, index, root) for index in range(spec.num_layers)),
+            layers=tuple(stored_layer(spec, index, root) for index in range(spec.num_layers)),
             final_norm=stored_norm(spec, f"{root}{names.final_norm}"),
             head=None
             if spec.tied_embeddings
@@ -109,7 +109,8 @@ class Manifest:
         yield from dict.fromkeys(stored_tensors(self))
 
 
-def _layer(spec: ModelSpec, index: int, root: str) -> StoredLayer:
+def stored_layer(spec: ModelSpec, index: int, root: str) -> StoredLayer:
+    """Name the tensors of a layer. root: beginning of the decoder's tensor names."""
     own, layer = spec.family.names, spec.layers[index]
     if isinstance(layer.mixer, DeltaShape):
         own = own.in_delta_layers

@@ -77,6 +77,11 @@ class Driver:
             unknown = torch.full((count - len(rows), rows.shape[1]), torch.nan)
             self.logits[index] = torch.cat((self.logits[index], unknown, rows))
 
+    def advance(self, chunks: Sequence[tuple[int, int]]) -> None:
+        """Count the tokens of a `batch` as computed, without their logits."""
+        for index, count in chunks:
+            self._done[index] += count
+
     def batch(self, chunks: Sequence[tuple[int, int]]) -> StepBatch:
         spans = [(i, self._done[i], self._done[i] + count) for i, count in chunks]
         positions = torch.cat([torch.arange(start, end) for _, start, end in spans])

@@ -103,15 +103,15 @@ def test_logits_are_those_of_the_published_formulas(
     logits = []
     for count in (7, 1, 1, LENGTH - 9):
         decoder.forward(feeder.batch([(0, count)]), feeder.cache)
-        feeder._done[0] += count
+        feeder.advance([(0, count)])
         tapped = torch.cat(list(decoder.tapped(count)), dim=1)
         hidden = model.run(follower.batch([(0, count)]), follower.cache, tapped, is_own=False)
-        follower._done[0] += count
+        follower.advance([(0, count)])
         own = model.following_states(hidden[-1:])
         logits.append(model.logits(hidden).clone())
     for _ in range(FOLLOWING - 1):
         hidden = model.run(follower.batch([(0, 1)]), follower.cache, own, is_own=True)
-        follower._done[0] += 1
+        follower.advance([(0, 1)])
         own = model.following_states(hidden)
         logits.append(model.logits(hidden).clone())
     torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)

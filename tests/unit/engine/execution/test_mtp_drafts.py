@@ -1,0 +1,56 @@
+"""An engine that drafts with the MTP layer of its checkpoint gives the same answers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.common.settings import StartupError
+from services.engine.engine import Engine
+from services.engine.settings import EngineSettings
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.files import make_checkpoint as make_family
+from tests.unit.engine.mtp import FORMATS, make_mtp
+from tests.unit.engine.tiny import make_checkpoint
+
+SETTINGS = EngineSettings(dtype="float32", device="cpu", kv_memory="16MiB", max_running=4)
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_mtp_layer_keeps_the_answers_and_is_counted(family: str, tmp_path: Path) -> None:
+    """Its weights are random here, so that few draft tokens are accepted."""
+    make_mtp(tmp_path, family)
+    answers, counts = [], []
+    for speculate in ("off", "mtp"):
+        with Engine(tmp_path, replace(SETTINGS, speculate=speculate)) as engine:
+            answers.append(
+                [
+                    engine.generate(
+                        [5, 7, 11, token], max_tokens=40, temperature=0, ignore_eos=True
+                    ).token_ids
+                    for token in (1, 2, 3)
+                ]
+            )
+            counts.append(engine.loaded.steps.take_output().load.drafts)
+    assert answers[0] == answers[1]
+    assert counts[0] == ()
+    [count] = counts[1]
+    assert count.source == "mtp"
+    assert count.drafted > 0
+
+
+def test_models_without_an_mtp_layer_are_refused(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, speculate="mtp")
+    with pytest.raises(
+        StartupError, match=r"--speculate mtp: .*no file holds an MTP layer"
+    ) as error:
+        Engine(make_checkpoint(tmp_path / "llama"), settings)
+    assert "\n" not in str(error.value)
+    make_family(tmp_path / "gpt2", CONFIGS["gpt2"])
+    with pytest.raises(StartupError, match="--speculate mtp: a head reads hidden states"):
+        Engine(tmp_path / "gpt2", settings)
+
+
+def test_mtp_layer_beside_a_draft_model_is_refused() -> None:
+    with pytest.raises(StartupError, match="--speculate mtp ignores it"):
+        EngineSettings(speculate="mtp", draft="small")

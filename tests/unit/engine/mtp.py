@@ -1,0 +1,86 @@
+"""Checkpoints with an MTP layer, made of random models of transformers with one layer more."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.files import make_checkpoint
+
+
+class MtpNames(NamedTuple):
+    """Names of an MTP layer's tensors; `layer` is the beginning of those of the layer itself."""
+
+    layer: str
+    projection: str
+    embedding_norm: str
+    states_norm: str
+    final_norm: str
+
+
+class MtpParts(NamedTuple):
+    """A model with one layer more, and the weights around that layer."""
+
+    whole: PreTrainedModel
+    """Its last layer is the MTP layer"""
+    projection: Tensor
+    embedding_norm: Tensor
+    states_norm: Tensor
+    final_norm: Tensor
+
+
+FORMATS = {
+    "deepseek v3": MtpNames(
+        "model.layers.{n}.",
+        "model.layers.{n}.eh_proj",
+        "model.layers.{n}.enorm",
+        "model.layers.{n}.hnorm",
+        "model.layers.{n}.shared_head.norm",
+    ),
+    "qwen3 next": MtpNames(
+        "mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
+    ),
+}
+FORMATS["deepseek v3.2"] = FORMATS["glm4 moe"] = FORMATS["deepseek v3"]
+FORMATS["qwen3.5"] = FORMATS["qwen3.5 moe"] = FORMATS["qwen3 next"]
+
+
+def make_mtp(directory: Path, family: str) -> MtpParts:
+    """Write a checkpoint of a family with an MTP layer."""
+    config = CONFIGS[family].to_dict()
+    number = config["num_hidden_layers"]
+    more: dict[str, Any] = {"num_hidden_layers": number + 1}
+    if config.get("layer_types"):
+        more["layer_types"] = [*config["layer_types"], "full_attention"]
+    if config.get("mlp_layer_types"):
+        more["mlp_layer_types"] = [*config["mlp_layer_types"], config["mlp_layer_types"][-1]]
+    make_checkpoint(directory, type(CONFIGS[family])(**{**config, **more}))
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    names = MtpNames(*(name.format(n=number) for name in FORMATS[family]))
+    tensors = load_file(directory / "model.safetensors")
+    before = f"model.layers.{number}."
+    tensors = {
+        names.layer + name.removeprefix(before) if name.startswith(before) else name: tensor
+        for name, tensor in tensors.items()
+    }
+    generator = torch.Generator().manual_seed(5)
+    hidden = config["hidden_size"]
+    projection = torch.randn(hidden, 2 * hidden, generator=generator) * 0.2
+    norms = [torch.randn(hidden, generator=generator) * 0.2 for _ in range(3)]
+    offset = 0.0 if family.startswith("qwen3") else 1.0
+    tensors[f"{names.projection}.weight"] = projection
+    for name, norm in zip(names[2:], norms, strict=True):
+        tensors[f"{name}.weight"] = norm + offset
+    save_file(tensors, directory / "model.safetensors")
+    values = json.loads((directory / "config.json").read_text())
+    for key, value in more.items():
+        values[key] = value[:-1] if isinstance(value, list) else number
+    values["num_nextn_predict_layers"] = 1
+    (directory / "config.json").write_text(json.dumps(values))
+    return MtpParts(whole, projection, *(1 + norm for norm in norms))
