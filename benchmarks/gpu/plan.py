@@ -81,7 +81,7 @@ PARTS: Sequence[Part] = (
     Part(
         "decode attention",
         f"{_HERE}.decode_attention:measure_decode_attention",
-        15,
+        25,
         "Do decodes read at the card's rate at mixed contexts and at 1,024 rows?",
     ),
     Part(
@@ -103,6 +103,12 @@ PARTS: Sequence[Part] = (
         75,
         "How fast are 1 to 1,024 streams of an 8B model in bfloat16?",
         {"model": "8b", "weights": "full"},
+    ),
+    Part(
+        "kv types",
+        f"{_HERE}.kv_types:compare_kv_types",
+        75,
+        "What does a KV cache in FP8 change in the answers and the speed of an 8B model?",
     ),
     Part(
         "streams 8b gptq",

@@ -48,8 +48,9 @@ class EngineSettings(StreamSettings, PeerSettings, ReportSettings, CheckpointSet
     kv_dtype: str = setting(
         "auto",
         "Type of cached keys and values; auto = --dtype, but float16 on a CPU where --dtype is not "
-        "stated and would be float32; int8 (CPU) = rounded, with a scale for each head and token.",
-        choices=("auto", "float32", "bfloat16", "float16", "int8"),
+        "stated and would be float32; int8 (CPU) and fp8 (GPU) = rounded, with a scale for each "
+        "head and token.",
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
     )
     state_dtype: str = setting(
         "float32",

@@ -226,7 +226,10 @@ def _print_facts(name: str, path: Path, licence: str, facts: "ModelFacts") -> No
         for each, num_bytes in facts.memory.items()
     ]
     if facts.cache_bytes:
-        rows.append(("KV cache", f"{in_decimal_units(facts.cache_bytes)} for the whole context"))
+        cached = in_decimal_units(facts.cache_bytes)
+        rows.append(
+            ("KV cache", f"{cached} for the whole context; half with --kv-dtype fp8 or int8")
+        )
     if facts.state_bytes:
         rows.append(("states", f"{in_decimal_units(facts.state_bytes)} for a text of any length"))
     rows.append(("last use", "never" if used is None else _time(used)))

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -37,6 +38,8 @@ _CASES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 _ATTENTIONS = ("llama", "mistral, window", "gemma2", "gpt-oss", "phi3, head of 96", "qwen3")
 _DRY_FAMILIES = ("llama", "gpt-oss")
 _WITH_GRAPHS = ("llama", "gemma2", "qwen3 moe", "gpt-oss")
+_WITH_FP8 = (8, 9)
+"""Least compute capability of caches in FP8"""
 _MOST_DIFFERENCE = 0.02
 """Largest difference from float32 attention, of values near 1 in bfloat16"""
 _FP8_DIFFERENCE = 0.02
@@ -46,17 +49,20 @@ _FP8_DIFFERENCE = 0.02
 def check_attention(context: Context) -> Rows:
     """Compare the backend of this device with torch's in float32, for all kinds of attention."""
     device = context.device
+    has_fp8 = context.on_gpu and torch.cuda.get_device_capability() >= _WITH_FP8
+    types = ("model", "fp8") if has_fp8 else ("model",)
     for family in context.size(_ATTENTIONS, _ATTENTIONS[:2]):
         path = context.checkpoint(f"family-{family}", FAMILIES[family], small=True)
         spec = load_spec(path)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        ours = choose_backend(spec, dtype, device)
         exact = TorchAttention(spec, torch.float32, device)
-        for name, (queries, contexts, decodes) in _CASES.items():
+        for kind, (name, (queries, contexts, decodes)) in product(types, _CASES.items()):
+            ours = choose_backend(spec, dtype, device, kv_dtype=kind)
             found, expected = _attend(spec, ours, exact, queries, contexts, decodes, dtype, device)
             difference = (found.float() - expected).abs().max().item()
             yield {
                 "attention": family,
+                "KV type": kind,
                 "step": name,
                 "difference": difference,
                 "ok": difference <= _MOST_DIFFERENCE,
@@ -73,7 +79,10 @@ def _attend(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return both outputs of the second layer, over caches that hold the same values."""
+    """Return both outputs of the second layer, over caches that hold the same values.
+
+    A cache in FP8 rounds the step's own keys and values, too, before the exact backend reads them.
+    """
     layer = spec.attention(1)
     sinks = torch.randn(layer.num_heads, device=device) if layer.has_sinks else None
     size = ours.block_size

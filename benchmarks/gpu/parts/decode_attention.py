@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from benchmarks.gpu.context import Context, Rows
+from benchmarks.gpu.context import Context, Row, Rows
 from benchmarks.gpu.timing import case
+from services.engine.model.attention.fp8_pages import rounded_pages
 from services.engine.model.attention.paged_kernels import PagedRows, PagedShape, attend_pages
 
 __all__ = ["measure_decode_attention"]
 
 _PAGE = 64
+_WITH_FP8 = (8, 9)
+"""Least compute capability of caches in FP8"""
 _BATCHES: Mapping[str, tuple[Sequence[int], int]] = {
     "1 of 400": ([400], 16),
     "1 of 120,000": ([120000], 4096),
@@ -34,6 +39,7 @@ def measure_decode_attention(context: Context) -> Rows:
     """Yield the time of one layer of Llama 3.1 8B and the rate at which it reads."""
     heads, kv_heads, head_dim = context.size((32, 8, 128), (4, 2, 16))
     shape = PagedShape(heads, kv_heads, head_dim, head_dim, _PAGE, head_dim**-0.5, 0.0, 0)
+    has_fp8 = not context.on_gpu or torch.cuda.get_device_capability() >= _WITH_FP8
     batches = context.size(_BATCHES, {"2 of 70 and 3": ([70, 3], 16)})
     for name, (lengths, columns) in batches.items():
         rows = _rows(context, lengths, columns)
@@ -47,11 +53,17 @@ def measure_decode_attention(context: Context) -> Rows:
         )
         out = queries.new_empty(len(lengths), heads * head_dim)
 
-        def attend() -> None:
+        def attend(keys: Tensor, values: Tensor) -> None:
             attend_pages(shape, rows, queries, keys, values, None, out)  # noqa: B023
 
-        read = 2 * sum(lengths) * kv_heads * head_dim * keys.itemsize
-        yield case(context, {"decodes": name}, lambda: [attend] * 4, bytes_moved=read)
+        numbers = 2 * sum(lengths) * kv_heads
+        calls = {"16 bits": (numbers * head_dim * keys.itemsize, partial(attend, keys, values))}
+        if has_fp8:
+            narrow = partial(attend, *rounded_pages(keys, values))
+            calls["fp8"] = numbers * (head_dim + 1), narrow
+        for kind, (read, call) in calls.items():
+            names: Row = {"decodes": name, "KV type": kind}
+            yield case(context, names, lambda: [call] * 4, bytes_moved=read)  # noqa: B023
 
 
 def _rows(context: Context, lengths: Sequence[int], columns: int) -> PagedRows:

@@ -9,7 +9,7 @@ from services.engine.kernels.library import native
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
-from services.engine.model.attention.kv_dtype import resolve_kv_dtype
+from services.engine.model.attention.kv_dtype import require_fp8, resolve_kv_dtype
 from services.engine.model.attention.native_backend import NativeAttention, TiledAttention
 from services.engine.model.attention.pair_scores import PairScores
 from services.engine.model.attention.text_backend import TextAttention
@@ -45,7 +45,7 @@ def choose_backend(
     if pair_scores is not None:
         return TextAttention(spec, dtype, device, pair_scores)
     if device.type == "cuda":
-        return _on_cuda(spec, dtype, device, with_xformers)
+        return _on_cuda(spec, dtype, device, cached, with_xformers)
     is_plain = all(layer.is_plain for layer in spec.attention_layers.values())
     if spec.is_encoder and is_plain and not (tiled and runs_in_tiles(spec, dtype, device)):
         return TextAttention(spec, dtype, device)
@@ -61,10 +61,17 @@ def _on_cuda(
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
+    kv_dtype: torch.dtype,
     with_xformers: bool,
 ) -> AttentionBackend:
-    """Return a backend over pages, or torch's if that can't run; the log has the reason."""
+    """Return a backend over pages, or torch's if that can't run; the log has the reason.
+
+    Raises StartupError if torch would have to read another type of cache than `dtype`.
+    """
     capability = torch.cuda.get_device_capability(device)
+    is_narrow = kv_dtype != dtype
+    if is_narrow:
+        require_fp8(capability)
     if capability < _LEAST_CAPABILITY:
         _LOG.warning(
             "torch computes attention, several times slower: the fast kernels need a GPU of "
@@ -72,19 +79,26 @@ def _on_cuda(
             *capability,
         )
         return TorchAttention(spec, dtype, device)
+    if with_xformers and is_narrow:
+        raise StartupError("xformers reads no FP8. Start without --attention or --kv-dtype.")
     if with_xformers:
         return _with_xformers(spec, dtype, device)
     try:
         # Imported here, because only GPU machines need Triton.
         from services.engine.model.attention.paged_backend import PagedAttention
     except ImportError as error:
+        if is_narrow:
+            command = install_command("gpu")
+            raise StartupError(
+                f"--kv-dtype fp8: {error}; `{command}` installs what it needs."
+            ) from error
         _LOG.warning(
             "torch computes attention, several times slower: %s; `%s` installs the fast kernels",
             error,
             install_command("gpu"),
         )
         return TorchAttention(spec, dtype, device)
-    return PagedAttention(spec, dtype, device)
+    return PagedAttention(spec, dtype, device, kv_dtype)
 
 
 def _with_xformers(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:

@@ -6,15 +6,22 @@ from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet, native
 from services.engine.model.architecture.spec import ModelSpec
 
-__all__ = ["resolve_kv_dtype"]
+__all__ = ["require_fp8", "resolve_kv_dtype"]
 
 _COMPUTED = (torch.float32, torch.bfloat16)
 """Types that the kernels compute in"""
+_LEAST_FP8 = (8, 9)
+"""Least compute capability that converts FP8"""
+_MULTIPLIED = (torch.float16, torch.bfloat16)
+"""Types that a GPU's kernels compute in"""
+_WIDEST = 512
+"""Widest heads of these kernels"""
 _NAMED = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
 }
 
 
@@ -28,7 +35,7 @@ def resolve_kv_dtype(
     Raises StartupError with the reason if the cache can't have that type.
     """
     wanted = _NAMED.get(name, dtype)
-    reason = _reason(spec, dtype, device)
+    reason = _reason(spec, dtype, device, is_fp8=wanted == torch.float8_e4m3fn)
     if name == "auto" and reason is None and dtype == torch.float32 and _converts_float16():
         return torch.float16
     if wanted != dtype and reason is not None:
@@ -36,11 +43,22 @@ def resolve_kv_dtype(
     return wanted
 
 
+def require_fp8(capability: tuple[int, int]) -> None:
+    """Raise StartupError unless a GPU of this compute capability reads caches in FP8."""
+    if capability < _LEAST_FP8:
+        raise StartupError(
+            "--kv-dtype fp8 needs a GPU of compute capability 8.9 (L4, H100, …), and this one "
+            f"has {capability[0]}.{capability[1]}. Start without it."
+        )
+
+
 def _converts_float16() -> bool:
     return native is not None and native.instruction_set() >= InstructionSet.AVX2
 
 
-def _reason(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+def _reason(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, *, is_fp8: bool
+) -> str | None:
     """Return why keys and values can't have another type than `dtype`; None if they can."""
     if spec.is_encoder:
         return f"{spec.architecture} is an encoder, which keeps nothing of earlier tokens"
@@ -51,7 +69,19 @@ def _reason(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | 
     if not spec.paged_layers:
         return f"{spec.architecture} keeps states, and neither keys nor values"
     if device.type != "cpu":
-        return "a GPU keeps keys and values in --dtype"
+        return _reason_on_gpu(spec, dtype, is_fp8)
+    if is_fp8:
+        return "a CPU keeps keys and values in 8 bits with --kv-dtype int8"
     if native is None or dtype not in _COMPUTED:
         return "only the compiled CPU kernels convert it, and they compute in float32 or bfloat16"
+    return None
+
+
+def _reason_on_gpu(spec: ModelSpec, dtype: torch.dtype, is_fp8: bool) -> str | None:
+    if not is_fp8:
+        return "a GPU keeps keys and values in --dtype or fp8"
+    if dtype not in _MULTIPLIED:
+        return "attention over FP8 is computed in --dtype bfloat16 or float16"
+    if spec.widest_head > _WIDEST:
+        return f"heads wider than {_WIDEST} are computed by torch, in --dtype"
     return None

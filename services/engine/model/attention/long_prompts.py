@@ -14,6 +14,7 @@ from services.engine.model.attention.flash import (
     attend_part_by_cudnn,
     flash_attention,
 )
+from services.engine.model.attention.fp8_pages import KV_FP8, rounded_pages
 from services.engine.model.attention.launch_times import fastest
 from services.engine.model.attention.paged_kernels import PagedRows, PagedShape, attend_pages
 from services.engine.model.attention.prompt_chunk import PromptChunk
@@ -256,9 +257,10 @@ class LongPrompts:
 
         kv_heads = spec.num_kv_heads
         keys, values = (
-            random(pages, page, kv_heads, width).to(self._kernels.kv_dtype)
-            for width in (spec.head_dim, spec.value_dim)
+            random(pages, page, kv_heads, width) for width in (spec.head_dim, spec.value_dim)
         )
+        if self._kernels.kv_dtype == KV_FP8:
+            keys, values = rounded_pages(keys, values)
         table = torch.randperm(pages, device=device).to(torch.int32)
         own = random(rows, kv_heads, spec.head_dim), random(rows, kv_heads, spec.value_dim)
         for each, tokens in zip((keys, values), own, strict=True):

@@ -24,6 +24,8 @@ def attend_tile(
     queries: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
+    key_exponents: tl.tensor,
+    value_exponents: tl.tensor,
     tables: tl.tensor,
     starts: tl.tensor,
     lengths: tl.tensor,
@@ -64,6 +66,8 @@ def attend_tile(
     `sums`, `out` holds the parts and `sums` the logarithms of their softmax sums, to base 2. With
     `shared`, a decode's context is the tokens after the prefix that it shares. If `is_together`,
     it is this prefix: then the "sequences" are prefixes, and their queries are those of `members`.
+    With exponents, keys and values are pages of `fp8_pages`, and exponents the same pages as bytes.
+    Such numbers are multiplied in float16, which they become by one instruction.
 
     `counts` holds the numbers of decodes and of sequences of a padded step. Such a launch has
     programs for the most tiles and parts that the step could have; those beyond its own end at
@@ -74,6 +78,9 @@ def attend_tile(
     head_parts: tl.constexpr = (group + tile_heads - 1) // tile_heads
     key_stride: tl.constexpr = kv_heads * head_dim
     value_stride: tl.constexpr = kv_heads * value_dim
+    exponents: tl.constexpr = 0 if key_exponents is None else page_size * kv_heads
+    key_page: tl.constexpr = page_size * key_stride + exponents
+    value_page: tl.constexpr = page_size * value_stride + exponents
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // head_parts
     head_part = tl.program_id(1) % head_parts
@@ -174,6 +181,9 @@ def attend_tile(
     offsets = row[:, None] * query_stride + head[:, None] * head_dim + width[None, :]
     query_mask = is_row[:, None] & is_width[None, :]
     q = tl.load(queries + offsets, mask=query_mask, other=0.0)
+    if key_exponents is not None:
+        # float16 ends at 65,504; the exponents of keys give back the factor
+        q = (q * 0.0625).to(tl.float16)
 
     highest = tl.full((tile_rows,), float("-inf"), tl.float32)
     total = tl.zeros((tile_rows,), tl.float32)
@@ -195,14 +205,28 @@ def attend_tile(
     is_value = value_width < value_dim
     key_offsets = columns[None, :] * key_stride + width[:, None] + kv_head * head_dim
     value_offsets = columns[:, None] * value_stride + value_width[None, :] + kv_head * value_dim
+    exponent_offsets = kv_head * page_size + columns
     page = tl.load(table + first // page_size, mask=first < last, other=0)
     for begin in range(first, last, tile_keys):
-        at = page.to(tl.int64) * page_size + begin % page_size
+        at = page.to(tl.int64)
+        within = begin % page_size
         key = begin + columns
         is_key = key < last  # slots behind a context may hold NaN, which a weight of 0 keeps
+        if key_exponents is not None:
+            # Load these bytes first: a pipeline copies four at least, so their time is not hidden.
+            key_places = key_exponents + at * key_page + page_size * key_stride
+            value_places = value_exponents + at * value_page + page_size * value_stride
+            places = within + exponent_offsets
+            key_exponent = tl.load(key_places + places, mask=is_key, other=0).to(tl.int32)
+            value_exponent = tl.load(value_places + places, mask=is_key, other=0).to(tl.int32)
         key_mask = is_key[None, :] & is_width[:, None]
-        k = tl.load(keys + at * key_stride + key_offsets, mask=key_mask, other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee")
+        key_tile = keys + at * key_page + within * key_stride
+        k = tl.load(key_tile + key_offsets, mask=key_mask, other=0.0)
+        if key_exponents is None:
+            scores = tl.dot(q, k, input_precision="ieee")
+        else:
+            powers = ((key_exponent + 4) << 23).to(tl.float32, bitcast=True)
+            scores = tl.dot(q, k.to(tl.float16)) * powers[None, :]
         if cap > 0:
             # cap * tanh(score / cap) = cap * (1 - 2 / (exp(2 * score / cap) + 1))
             grown = tl.exp2(scores * (2 * log2_e * scale / cap))
@@ -223,9 +247,18 @@ def attend_tile(
         decay = tl.exp2(highest - base_score)
         total = total * decay + tl.sum(weights, 1)
         value_mask = is_key[:, None] & is_value[None, :]
-        v = tl.load(values + at * value_stride + value_offsets, mask=value_mask, other=0.0)
+        value_tile = values + at * value_page + within * value_stride
+        v = tl.load(value_tile + value_offsets, mask=value_mask, other=0.0)
         attended = attended * decay[:, None]
-        attended += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        if value_exponents is None:
+            attended += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        else:
+            # Weights times powers of two relative to the largest: none exceeds float16.
+            largest = tl.max(value_exponent, 0)
+            relative = tl.maximum(value_exponent - largest + 127, 0)
+            powers = (relative << 23).to(tl.float32, bitcast=True)
+            product = tl.dot((weights * powers[None, :]).to(tl.float16), v.to(tl.float16))
+            attended += product * (largest << 23).to(tl.float32, bitcast=True)
         highest = peak
         # Load the page one turn ahead: the pipeline would else wait for it to know an address.
         following = begin + tile_keys

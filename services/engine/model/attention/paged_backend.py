@@ -20,6 +20,7 @@ from services.engine.model.attention.flash import (
     flash_attention,
     use_newest_flash,
 )
+from services.engine.model.attention.fp8_pages import KV_FP8, make_pages, numbers_of, write_fp8
 from services.engine.model.attention.interface import AttentionStep, KVCache
 from services.engine.model.attention.long_prompts import (
     LongPrompts,
@@ -74,9 +75,13 @@ class PagedAttention(TorchAttention):
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """kv_dtype: float8_e4m3fn for pages of `fp8_pages`; None = `dtype`."""
         super().__init__(spec, dtype, device)
         self._dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
+        self._is_fp8 = self.kv_dtype == KV_FP8
         self._is_supported = self.is_capturable = (
             dtype in _DTYPES and spec.widest_head <= _MAX_HEAD_DIM
         )
@@ -100,6 +105,9 @@ class PagedAttention(TorchAttention):
         self._metadata: dict[int, StepMetadata] = {}
         """Metadata of the newest batches, by the batch's id()"""
 
+    def token_bytes(self, layer: AttentionSpec) -> int:
+        return super().token_bytes(layer) + 2 * layer.num_kv_heads * self._is_fp8
+
     def allocate(
         self,
         num_blocks: int | Mapping[int, int],
@@ -111,13 +119,29 @@ class PagedAttention(TorchAttention):
 
         def make(layer: AttentionSpec, blocks: int, width: int) -> Tensor:
             shape = (blocks, block_size, layer.num_kv_heads, width)
+            if self._is_fp8:
+                return make_pages(*shape, self._device)
             return torch.zeros(shape, dtype=self.kv_dtype, device=self._device).transpose(1, 2)
 
         return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
 
     def write(self, layer: int, step: AttentionStep) -> None:
-        caches = tokens_of(step.cache.keys[layer]), tokens_of(step.cache.values[layer])
-        write_tokens(step.keys, step.values, *caches, step.batch.slots)
+        keys, values = self._pages(layer, step)
+        if self._is_fp8:
+            write_fp8(step.keys, step.values, keys, values, step.batch.slots)
+        else:
+            caches = keys.flatten(0, 1), values.flatten(0, 1)
+            write_tokens(step.keys, step.values, *caches, step.batch.slots)
+
+    def _pages(self, layer: int, step: AttentionStep) -> tuple[Tensor, Tensor]:
+        """View a layer's keys and values as [pages, page, kv_heads, width]."""
+        keys, values = step.cache.keys[layer], step.cache.values[layer]
+        if not self._is_fp8:
+            return keys.transpose(1, 2), values.transpose(1, 2)
+        spec = self._spec.attention(layer)
+        page, heads = step.cache.block_size, spec.num_kv_heads
+        key_pages = numbers_of(keys, page, heads, spec.head_dim)
+        return key_pages, numbers_of(values, page, heads, spec.value_dim)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         batch, padded = step.batch, step.batch.padded
@@ -185,13 +209,12 @@ class PagedAttention(TorchAttention):
     def _chunk(self, layer: int, step: AttentionStep, span: "Span") -> PromptChunk:
         part = slice(span.first, span.first + span.rows)
         has_keys = _has_keys_of_rows(step)
-        spec, cache = self._spec.attention(layer), step.cache
+        spec = self._spec.attention(layer)
         return PromptChunk(
             step.queries[part],
             step.keys[part] if has_keys else None,
             step.values[part] if has_keys else None,
-            cache.keys[layer].transpose(1, 2),
-            cache.values[layer].transpose(1, 2),
+            *self._pages(layer, step),
             step.batch.block_tables[span.sequence],
             span.context,
             step.sinks,
@@ -241,8 +264,7 @@ class PagedAttention(TorchAttention):
         """Return the tensors of a launch for the slice `part` of the step's queries."""
         return (
             step.queries[part],
-            step.cache.keys[layer].transpose(1, 2),
-            step.cache.values[layer].transpose(1, 2),
+            *self._pages(layer, step),
             step.sinks,
             step.out[part],
             step.slopes,

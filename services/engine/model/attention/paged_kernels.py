@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import SharedPrefixes
 from services.engine.model.architecture.layers import AttentionSpec
+from services.engine.model.attention.fp8_pages import KV_FP8, bytes_of
 from services.engine.model.attention.multiprocessors import count_multiprocessors
 from services.engine.model.attention.page_kernels import attend_tile, merge_parts
 from services.engine.model.attention.paged_tiles import (
@@ -21,6 +22,7 @@ from services.engine.model.attention.paged_tiles import (
     count_programs,
     count_splits,
     decode_tile,
+    fp8_tile,
     power_of_two,
     prefill_tile,
 )
@@ -111,8 +113,9 @@ def attend_pages(
     """Fill `out` with the attention of each row over its sequence's context.
 
     queries: [rows, heads, head_dim], where only rows may have gaps. keys, values: contiguous
-    [pages, page, kv_heads, head_dim] and [pages, page, kv_heads, value_dim]. sinks: float32 [heads]
-    or None. out: contiguous [rows, heads, value_dim]. slopes: float32 [heads] of ALiBi, or None.
+    [pages, page, kv_heads, head_dim] and [pages, page, kv_heads, value_dim], or in FP8 as of
+    `fp8_pages.numbers_of`. sinks: float32 [heads] or None. out: contiguous [rows, heads,
+    value_dim]. slopes: float32 [heads] of ALiBi, or None.
     Launches depend on the shapes of tensors, on `longest` and `most_tokens`, and on whether there
     are `ends`, `sinks` and `slopes`, never on the content of tensors.
     """
@@ -351,6 +354,8 @@ class _Operands:
         the prefixes instead of the pages after them.
         """
         shape, batch = self.shape, self.batch
+        if self.keys.dtype == KV_FP8:
+            tile = fp8_tile(tile)
         parts = out if isinstance(out, _Parts) else None
         starts, sequences, counts = batch.starts, len(batch.lengths), batch.counts
         if prefixes is not None and is_together:
@@ -361,6 +366,8 @@ class _Operands:
             self.queries,
             self.keys,
             self.values,
+            bytes_of(self.keys),
+            bytes_of(self.values),
             batch.tables,
             starts,
             batch.lengths,

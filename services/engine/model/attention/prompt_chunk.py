@@ -19,9 +19,9 @@ class PromptChunk:
     values: Tensor | None
     """[n, kv_heads, value_dim], like the keys"""
     key_pages: Tensor
-    """Contiguous [pages, page, kv_heads, head_dim]"""
+    """Contiguous [pages, page, kv_heads, head_dim], or in FP8 as of `fp8_pages.numbers_of`"""
     value_pages: Tensor
-    """Contiguous [pages, page, kv_heads, value_dim]"""
+    """[pages, page, kv_heads, value_dim], like those of keys"""
     table: Tensor
     """int32 [columns], the sequence's pages in order"""
     context: int

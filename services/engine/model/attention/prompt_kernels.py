@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.engine.model.attention.fp8_pages import bytes_of
 from services.engine.model.attention.paged_tiles import power_of_two
 
 __all__ = ["gather_tokens", "merge_attention"]
@@ -17,14 +18,26 @@ _COLUMNS = 1024
 def gather_tokens(pages: Tensor, table: Tensor, first: int, out: Tensor) -> None:
     """Copy the keys or values of some tokens from their pages to `out`, in its dtype.
 
-    pages: contiguous [pages, page, kv_heads, width]; table: int32 [columns], the pages of one
-    sequence; out: contiguous [tokens, kv_heads, width], tokens from `first` on.
+    pages: contiguous [pages, page, kv_heads, width], or in FP8 as of `fp8_pages.numbers_of`; table:
+    int32 [columns], the pages of one sequence; out: contiguous [tokens, kv_heads, width], tokens
+    from `first` on.
     """
     count, heads, width = out.shape
     columns = heads * width
     tile = min(_COLUMNS, power_of_two(columns))
     _gather_tokens[(triton.cdiv(count, _TOKENS), triton.cdiv(columns, tile))](
-        out, pages, table, first, count, pages.shape[1], columns, _TOKENS, tile
+        out,
+        pages,
+        bytes_of(pages),
+        table,
+        first,
+        count,
+        page_size=pages.shape[1],
+        page_stride=pages.stride(0),
+        width=width,
+        columns=columns,
+        tile_tokens=_TOKENS,
+        tile_columns=tile,
     )
 
 
@@ -64,10 +77,13 @@ def merge_attention(
 def _gather_tokens(
     out: tl.tensor,
     pages: tl.tensor,
+    exponents: tl.tensor,
     table: tl.tensor,
     first: tl.tensor,
     count: tl.tensor,
     page_size: tl.constexpr,
+    page_stride: tl.constexpr,
+    width: tl.constexpr,
     columns: tl.constexpr,
     tile_tokens: tl.constexpr,
     tile_columns: tl.constexpr,
@@ -78,9 +94,14 @@ def _gather_tokens(
     is_token = number < count
     token = first + number
     page = tl.load(table + token // page_size, mask=is_token, other=0)
-    slot = page.to(tl.int64) * page_size + token % page_size
+    begin = page.to(tl.int64)[:, None] * page_stride
+    within = (token % page_size)[:, None]
     mask = is_token[:, None] & (column < columns)
-    copied = tl.load(pages + slot[:, None] * columns + column, mask=mask, other=0.0)
+    copied = tl.load(pages + begin + within * columns + column, mask=mask, other=0.0)
+    if exponents is not None:
+        places = begin + page_size * columns + column // width * page_size + within
+        exponent = tl.load(exponents + places, mask=mask, other=0).to(tl.int32)
+        copied = copied.to(tl.float32) * (exponent << 23).to(tl.float32, bitcast=True)
     place = out + number.to(tl.int64)[:, None] * columns + column
     tl.store(place, copied.to(out.dtype.element_ty), mask=mask)
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.engine.kernels.e4m3 import encode
 from services.engine.model.operators.fp8_weights import FP8, LARGEST
 
 __all__ = ["RoundedRows", "round_rows", "store_rounded"]
@@ -131,19 +132,3 @@ def store_rounded(
 def scale_of(most: tl.tensor, largest: tl.constexpr) -> tl.tensor:
     """Return the scale of numbers up to `most`; the scale of zeros is 1."""
     return tl.where(most > 1e-30, most / largest, 1.0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def encode(values: tl.tensor) -> tl.tensor:
-    """Return the bits of float32 values up to 448 in E4M3, rounded to the nearest, ties to even.
-
-    It uses integers, because the conversion of Triton's interpreter does not round to the nearest.
-    """
-    bits = values.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # Adding 2^14 leaves the multiples of 2^-9, E4M3's smallest number, in the lowest bits.
-    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
-    rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
-    coded = tl.where(magnitude < 0x3C800000, small - 0x46800000, (rounded >> 20) - (120 << 3))
-    coded = tl.where(magnitude > 0x43E80000, 0x7F, coded)
-    return (coded | ((bits >> 24) & 0x80)).to(tl.uint8)

@@ -1,6 +1,7 @@
 """The attention kernels for GPUs that need not be there, compiled as launches would."""
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -9,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from services.engine.batch.step_batch import SharedPrefixes
-from services.engine.model.attention import cache_kernel
+from services.engine.model.attention import cache_kernel, fp8_pages
 from services.engine.model.attention.paged_kernels import (
     PagedRows,
     PagedShape,
@@ -21,6 +22,8 @@ from tests.unit.engine.triton.gpus import Compiled, compile_kernel, inspect
 
 __all__ = ["compile_all"]
 
+FP8_FROM = 89
+"""Least compute capability with instructions for FP8"""
 SHAPES = {
     # heads, key heads, dimensions of keys and values, soft cap, window, sinks, images that see
     # ahead, ALiBi
@@ -53,18 +56,32 @@ class _Driver:
 def compile_all(capability: int) -> Iterator[Compiled]:
     """Yield every attention kernel, and the one that writes to the cache."""
     triton.runtime.driver.set_active(_Driver(capability))
+    has_fp8 = capability >= FP8_FROM
     for family, shape in SHAPES.items():
-        for rows, kind in ((1, "pages"), (300, "pages"), (40, "shared"), (64, "padded")):
+        for (rows, kind), is_fp8 in product(
+            ((1, "pages"), (300, "pages"), (40, "shared"), (64, "padded")),
+            (False, True) if has_fp8 else (False,),
+        ):
             if kind == "shared" and shape[5]:
                 continue  # windows share nothing
-            for kernel in _launched(rows, *shape, kind=kind):
-                compiled = inspect(kernel, capability, f"{family}, {rows} rows, {kind}")
+            for kernel in _launched(rows, *shape, kind=kind, is_fp8=is_fp8):
+                cache = ", FP8" if is_fp8 else ""
+                compiled = inspect(kernel, capability, f"{family}, {rows} rows, {kind}{cache}")
                 compiled.check(pipelined=compiled.kernel != "merge_parts")
                 yield compiled
     for dtype in ("bf16", "fp16", "fp32"):
         types = dict.fromkeys(cache_kernel._write.arg_names, "i32") | {"slots": "*i64"}
         types |= dict.fromkeys(("keys", "values", "key_cache", "value_cache"), f"*{dtype}")
         compiled = compile_kernel(cache_kernel._write, capability, types, {"width": 1024})
+        compiled.check()
+        yield compiled
+    for dtype in ("bf16", "fp16") if has_fp8 else ():
+        types = {"keys": f"*{dtype}", "values": f"*{dtype}", "slots": "*i64"}
+        types |= {"key_pages": "*u8", "value_pages": "*u8"}
+        types |= {"key_stride": "i32", "value_stride": "i32"}
+        sizes = {"page_size": 64, "kv_heads": 8, "head_dim": 128, "value_dim": 128}
+        sizes |= {"padded_heads": 8, "padded_dim": 128}
+        compiled = compile_kernel(fp8_pages._write_rounded, capability, types, sizes)
         compiled.check()
         yield compiled
 
@@ -82,11 +99,13 @@ def _launched(
     has_slopes: bool,
     *,
     kind: str,
+    is_fp8: bool,
 ) -> list[Any]:
     """Return the kernels that attend for some rows over tables for 16,384 tokens.
 
     kind: "pages" for one sequence's last rows; "shared" for one row of each of `rows` sequences,
     whose contexts begin with the same pages; "padded" for a step of decodes and chunks.
+    is_fp8: over pages in FP8.
     """
     dtype = torch.bfloat16
     keys = torch.empty(2, 64, kv_heads, head_dim, dtype=dtype)
@@ -94,6 +113,11 @@ def _launched(
     sequences = 1 if kind == "pages" else rows
     scale, is_chunked = head_dim**-0.5, kind == "padded" and window > 0 and not sees_ahead
     shape = PagedShape(heads, kv_heads, head_dim, value_dim, 64, scale, cap, window, is_chunked)
+    if is_fp8:
+        keys, values = (
+            fp8_pages.numbers_of(fp8_pages.make_pages(2, 64, kv_heads, width), 64, kv_heads, width)
+            for width in (head_dim, value_dim)
+        )
     batch = PagedRows(
         starts=torch.empty(sequences + 1, dtype=torch.int32),
         lengths=torch.empty(sequences, dtype=torch.int32),

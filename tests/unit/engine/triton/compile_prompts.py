@@ -9,6 +9,8 @@ from tests.unit.engine.triton.gpus import SHARED_MEMORY, Compiled, compile_kerne
 
 __all__ = ["compile_all"]
 
+FP8 = 89
+"""Least capability with instructions for FP8"""
 DESCRIPTORS = 90
 """Least capability with a tensor memory accelerator"""
 WIDE = 256
@@ -26,8 +28,14 @@ ALIGNED = tuple(name for name, each in TYPES.items() if each.startswith("*") and
 
 def compile_all(capability: int) -> Iterator[Compiled]:
     """Yield every kernel of long prompts."""
-    gather = {"page_size": 64, "columns": 1024, "tile_tokens": 8, "tile_columns": 1024}
-    yield compile_kernel(prompt_kernels._gather_tokens, capability, TYPES, gather, ALIGNED)
+    gather = {"page_size": 64, "width": 128, "columns": 1024}
+    gather |= {"tile_tokens": 8, "tile_columns": 1024}
+    plain = {"exponents": None, "page_stride": 64 * 1024}
+    yield compile_kernel(prompt_kernels._gather_tokens, capability, TYPES, gather | plain, ALIGNED)
+    if capability >= FP8:
+        types = TYPES | {"pages": "*fp8e4nv", "exponents": "*u8"}
+        sizes = gather | {"page_stride": 64 * (1024 + 8)}
+        yield compile_kernel(prompt_kernels._gather_tokens, capability, types, sizes, ALIGNED)
     absences: tuple[dict[str, None], ...] = (
         {},
         {"right": None, "right_sums": None},

@@ -16,7 +16,7 @@ from tests.unit.engine.triton.gpus import SHARED_MEMORY
 
 ROOT = Path(__file__).parents[4]
 LEAST_CAPABILITIES = {
-    **dict.fromkeys(("_round_rows", "_round_groups", "_multiply_fp8"), 89),
+    **dict.fromkeys(("_round_rows", "_round_groups", "_multiply_fp8", "_write_rounded"), 89),
     "_attend_widely": 90,
 }
 """Capabilities that have the instructions of a kernel, where not all of them have"""

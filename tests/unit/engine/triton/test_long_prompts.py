@@ -19,6 +19,7 @@ from tests.unit.engine.specs import one_layer
 
 prompts = pytest.importorskip("services.engine.model.attention.long_prompts")
 kernels = pytest.importorskip("services.engine.model.attention.prompt_kernels")
+fp8_pages = pytest.importorskip("services.engine.model.attention.fp8_pages")
 wide = pytest.importorskip("services.engine.model.attention.wide_kernel")
 chunks = pytest.importorskip("services.engine.model.attention.prompt_chunk")
 
@@ -139,6 +140,23 @@ def test_cudnn_computes_the_parts_that_it_has_plans_for(monkeypatch: pytest.Monk
     assert set(seen) <= plans
 
 
+@pytest.mark.parametrize("prefix", [0, 330])
+def test_merged_pieces_of_fp8_pages_equal_the_whole(prefix: int) -> None:
+    chunk = in_fp8(make_chunk(37, prefix, has_sinks=True, has_keys=False))
+    prompts.InParts(SCALE, 100).attend(chunk)
+    pages = chunk.key_pages, chunk.value_pages
+    key_pages, value_pages = map(fp8_pages.decoded_pages, pages)
+    whole = expected(replace(chunk, key_pages=key_pages, value_pages=value_pages))
+    torch.testing.assert_close(chunk.out, whole, atol=1e-5, rtol=1e-5)
+
+
+def in_fp8(chunk: Any) -> Any:
+    """Return a chunk whose pages are in FP8."""
+    pages = (each.nan_to_num() for each in (chunk.key_pages, chunk.value_pages))
+    key_pages, value_pages = fp8_pages.rounded_pages(*pages)
+    return replace(chunk, key_pages=key_pages, value_pages=value_pages)
+
+
 @pytest.mark.parametrize("tile", wide.WIDE_TILES, ids=str)
 @pytest.mark.parametrize(
     ("rows", "prefix", "heads", "has_sinks"),
@@ -164,6 +182,16 @@ def test_tokens_are_gathered_from_their_pages(first: int, dtype: torch.dtype) ->
     out = torch.empty(60, 3, 80, dtype=dtype)
     kernels.gather_tokens(chunk.key_pages, chunk.table, first, out)
     tokens = chunk.key_pages[chunk.table.long()].flatten(0, 1)
+    assert torch.equal(out, tokens[first : first + 60].to(dtype))
+
+
+@pytest.mark.parametrize("first", [0, 129])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_tokens_are_gathered_from_fp8_pages(first: int, dtype: torch.dtype) -> None:
+    chunk = in_fp8(make_chunk(20, 180, (3, 3), 80))
+    out = torch.empty(60, 3, 80, dtype=dtype)
+    kernels.gather_tokens(chunk.key_pages, chunk.table, first, out)
+    tokens = fp8_pages.decoded_pages(chunk.key_pages)[chunk.table.long()].flatten(0, 1)
     assert torch.equal(out, tokens[first : first + 60].to(dtype))
 
 
@@ -209,6 +237,12 @@ def test_pieces_of_a_prefix_fit_the_reserved_memory(layer: AttentionSpec) -> Non
     assert way.piece * 2 * 8 * 64 * 2 <= 64 << 20 < (way.piece + 1024) * 2 * 8 * 64 * 2
 
 
+def with_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pieces of prefixes be so small that a CPU computes three of them at once."""
+    monkeypatch.setattr(prompts, "_GATHERED_BYTES", 1)
+    monkeypatch.setattr(prompts, "_GATHERED_UNIT", PAGE)
+
+
 def choose_last(
     candidates: Mapping[Any, list[Callable[[], Tensor]]], usual: None, what: str
 ) -> Any:
@@ -247,6 +281,24 @@ def test_measured_way_serves_long_chunks_alone(
     assert [prompts.is_long(*each) for each in lengths] == [False, False, True]
 
 
+def test_ways_over_fp8_pages_are_compared_with_the_usual_kernel(
+    layer: AttentionSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(candidates: Mapping[Any, list[Callable[[], Tensor]]], usual: None, what: str) -> Any:
+        first, other = [launches[0]().clone() for launches in candidates.values()]
+        torch.testing.assert_close(other, first, atol=2e-3, rtol=2e-3)
+        return [*candidates][1]
+
+    monkeypatch.setattr(prompts, "fastest", choose)
+    monkeypatch.setattr(prompts, "_LEAST_ROWS", 16)
+    monkeypatch.setattr(prompts, "_LEAST_PAIRS", 16 * 128)
+    with_small_pieces(monkeypatch)
+    known = on_gpu(dtype=torch.float32, kv_dtype=fp8_pages.KV_FP8, has_descriptors=False)
+    ways = prompts.LongPrompts({0: layer}, known)
+    ways.measure(32, 128, CPU)
+    assert isinstance(ways.way(0, 32, 128), prompts.InParts)
+
+
 def test_prompts_of_layers_with_sinks_are_measured_with_their_sinks(
     layer: AttentionSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +306,7 @@ def test_prompts_of_layers_with_sinks_are_measured_with_their_sinks(
     monkeypatch.setattr(prompts, "fastest", choose_last)
     monkeypatch.setattr(prompts, "_LEAST_ROWS", 16)
     monkeypatch.setattr(prompts, "_LEAST_PAIRS", 16 * 16)
+    with_small_pieces(monkeypatch)
     known = on_gpu(dtype=torch.float32, kv_dtype=torch.float32, has_descriptors=False)
     ways = prompts.LongPrompts({0: replace(layer, has_sinks=True)}, known)
     ways.measure(32, 128, CPU)

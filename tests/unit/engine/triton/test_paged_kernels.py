@@ -16,7 +16,7 @@ from torch import Tensor
 from services.engine.batch.step_batch import SharedPrefixes, StepBatch
 from services.engine.model.architecture.distance import alibi_slopes
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.attention.interface import AttentionStep
+from services.engine.model.attention.interface import AttentionStep, KVCache
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
 from tests.unit.engine.checkpoints.configs import CONFIGS
@@ -24,9 +24,14 @@ from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.specs import one_layer
 
 kernels = pytest.importorskip("services.engine.model.attention.paged_kernels")
+fp8_pages = pytest.importorskip("services.engine.model.attention.fp8_pages")
 
 CPU = torch.device("cpu")
 PAGE = 64
+NAN = 0x7F
+"""Byte of a NaN in E4M3"""
+FP8_ERROR = 2e-3
+"""Largest difference from float32 over the same rounded keys: products are rounded to float16"""
 DECODES = ((1, 1), (1, 64), (1, 65), (1, 300))
 CHUNKS = ((5, 5), (1, 130), (20, 150))
 """(queries, context) of sequences"""
@@ -79,9 +84,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 class Layer:
     """One layer over random keys and values. Slots that no context covers hold NaN."""
 
-    def __init__(self, base: ModelSpec, case: Case, dtype: torch.dtype) -> None:
+    def __init__(
+        self, base: ModelSpec, case: Case, dtype: torch.dtype, *, is_fp8: bool = False
+    ) -> None:
+        """is_fp8: let the kernel read pages in FP8, and the torch backend what they hold."""
         torch.manual_seed(3)
-        self.case, self.dtype = case, dtype
+        self.case, self.dtype, self.is_fp8 = case, dtype, is_fp8
         self.spec = one_layer(
             base,
             num_heads=case.heads,
@@ -129,6 +137,7 @@ class Layer:
         if overflow:
             for pages in (cache.keys[0], cache.values[0]):
                 pages[batch.block_tables[0, 0], :, 5] = torch.inf
+        stored = self.stored(cache)
         rows, case = len(batch.positions), self.case
         together = torch.randn(rows, case.heads + 2 * case.kv_heads, case.head_dim).to(self.dtype)
         queries = together[:, : case.heads]
@@ -157,8 +166,7 @@ class Layer:
         )
         operands = (
             queries,
-            cache.keys[0].transpose(1, 2).to(self.dtype).contiguous(),
-            cache.values[0].transpose(1, 2).to(self.dtype).contiguous(),
+            *stored,
             self.sinks,
             out,
             self.slopes,
@@ -174,6 +182,24 @@ class Layer:
         else:
             kernels.attend_shared(shape, paged, prefixes, *operands)
         return out, expected
+
+    def stored(self, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a torch backend's cache as the kernel reads them."""
+        keys, values = (
+            each[0].transpose(1, 2).to(self.dtype).contiguous()
+            for each in (cache.keys, cache.values)
+        )
+        if not self.is_fp8:
+            return keys, values
+        rounded = fp8_pages.rounded_pages(keys.nan_to_num(), values.nan_to_num())
+        key_pages, value_pages = rounded
+        for part, exact, pages in (
+            (cache.keys, keys, key_pages),
+            (cache.values, values, value_pages),
+        ):
+            fp8_pages.bytes_of(pages)[exact.isnan()] = NAN
+            part[0].copy_(fp8_pages.decoded_pages(pages).transpose(1, 2))
+        return key_pages, value_pages
 
 
 def pad(
@@ -261,6 +287,22 @@ def test_rows_equal_the_torch_backend(
     """Chunks with and without a cached prefix in one call."""
     out, expected = Layer(base, case, torch.float32).run(spans)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("spans", [DECODES, CHUNKS], ids=["decodes", "chunks"])
+def test_rows_over_fp8_pages_equal_the_torch_backend(
+    base: ModelSpec, case: Case, spans: tuple[tuple[int, int], ...]
+) -> None:
+    out, expected = Layer(base, case, torch.float32, is_fp8=True).run(spans)
+    torch.testing.assert_close(out, expected, atol=FP8_ERROR, rtol=FP8_ERROR)
+
+
+def test_fp8_pages_that_are_shared_are_read_once(base: ModelSpec) -> None:
+    shared = (2, 1, 2, 1, 0, 1, 3)
+    layer = Layer(base, Case(8, 2, 64, has_sinks=True, width=16), torch.float32, is_fp8=True)
+    out, expected = layer.run(tuple((1, PAGE * n + 30) for n in shared), shared=shared)
+    torch.testing.assert_close(out, expected, atol=FP8_ERROR, rtol=FP8_ERROR)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.window], ids=str)

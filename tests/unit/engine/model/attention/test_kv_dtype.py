@@ -1,5 +1,6 @@
 """Types of cached keys and values: their choice, refusals, and whole models over them."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from services.common.settings import StartupError
 from services.engine.execution.loaded_model import load
 from services.engine.kernels.library import InstructionSet
+from services.engine.model.attention import choose_backend
 from services.engine.model.attention.kv_dtype import resolve_kv_dtype
 from services.engine.model.loader import load_model, load_spec
 from services.engine.model.model import Model
@@ -17,7 +19,7 @@ from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.machines import restrict_kernels
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TOKENS = 90
 FAMILIES = ("llama", "gemma2")
 """Plain attention, and with windows and soft caps"""
@@ -118,9 +120,36 @@ def test_family_without_keys_refuses_their_type(tmp_path: Path, family: str, rea
     assert load_model(tmp_path, torch.float32, kv_dtype="auto").kv_dtype == torch.float32
 
 
+def test_fp8_is_for_gpus_that_multiply_16_bits(checkpoint: Path) -> None:
+    spec = load_spec(checkpoint)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert resolve_kv_dtype("fp8", spec, dtype, GPU) == torch.float8_e4m3fn
+    with pytest.raises(StartupError, match="--kv-dtype fp8: attention over FP8 is computed in"):
+        resolve_kv_dtype("fp8", spec, torch.float32, GPU)
+    with pytest.raises(StartupError, match="--kv-dtype fp8: a CPU keeps keys and values in"):
+        resolve_kv_dtype("fp8", spec, torch.bfloat16, CPU)
+
+
+def test_gpu_that_can_not_read_fp8_refuses_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that kept keys in 16 bits instead would hold half the contexts it promised."""
+    pytest.importorskip("triton")
+    spec = load_spec(checkpoint)
+    wanted = partial(choose_backend, spec, torch.bfloat16, GPU, kv_dtype="fp8")
+    for capability, chosen in (((8, 9), torch.float8_e4m3fn), ((12, 0), torch.float8_e4m3fn)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, has=capability: has)
+        assert wanted().kv_dtype == chosen
+    with pytest.raises(StartupError, match="xformers reads no FP8"):
+        wanted(with_xformers=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    with pytest.raises(StartupError, match=r"compute capability 8\.9 .* has 8\.6\."):
+        wanted()
+
+
 def test_machines_that_do_not_convert_refuse_another_type(checkpoint: Path) -> None:
-    spec, gpu = load_spec(checkpoint), torch.device("cuda")
+    spec = load_spec(checkpoint)
     with pytest.raises(StartupError, match="--kv-dtype int8: a GPU keeps keys and values in"):
-        resolve_kv_dtype("int8", spec, torch.bfloat16, gpu)
+        resolve_kv_dtype("int8", spec, torch.bfloat16, GPU)
     with pytest.raises(StartupError, match="--kv-dtype int8: only the compiled CPU kernels"):
         resolve_kv_dtype("int8", spec, torch.float16, CPU)
