@@ -2,9 +2,9 @@
 
 Draft tokens of a model cost time before any is accepted. So they are made where they are expected
 to save time, by measured times and by the share that was accepted lately. An account bounds the
-damage of wrong estimates: it holds the seconds that drafts have saved so far, and a small share of
-all other time, and drafts are made only as long as it can pay for them. Where drafts save nothing,
-the share pays for a trial now and then.
+damage of wrong estimates: it holds the seconds that drafts have saved so far, and drafts are made
+only as long as it can pay for them. Where drafts save nothing, a small share of the time of all
+steps pays for a trial now and then.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +30,8 @@ _WORTH_TOKENS = 128
 """Tokens of an answer over which the draft model's time for the prompt has to pay off"""
 _COMMON_MEMORY = 0.97
 """Weight of earlier drafts of all sequences against the newest: some thirty are remembered"""
-_FREE_STEPS, _MOST_STEPS = 16, 64
-"""Steps without drafts whose time the account holds at first, and at most"""
+_MOST_STEPS = 64
+"""Steps without drafts whose time an account holds at most; that of drafts holds it at first"""
 _ALLOWANCE = 0.01
 """Share of the time of all steps that trials may take"""
 _TRIAL_STEPS, _TRIAL_LENGTH, _TRIAL_RATE = 64, 4, 0.8
@@ -60,6 +60,8 @@ class ModelDrafts:
         self._common = Acceptance(_COMMON_MEMORY)
         self._balance: float | None = None
         """Seconds that drafts may take; None = no step was measured"""
+        self._trial_balance = 0.0
+        """Seconds that trials may take"""
         self._spent = 0.0
         """Seconds of the draft model's passes since the last step"""
         self._drafted = self._accepted = 0
@@ -70,6 +72,8 @@ class ModelDrafts:
         """Number of decisions to skip"""
         self._trial: TokenSequence | None = None
         """Sequence whose next draft is a trial"""
+        self._pays_trial = False
+        """True if the newest passes are part of a trial"""
 
     @property
     def kind(self) -> DraftKind:
@@ -93,7 +97,7 @@ class ModelDrafts:
         """
         if sequence is self._trial:
             return _TRIAL_RATE
-        return sequence.speculation.model_rate(self.kind, self._common.rate())
+        return self._estimate(sequence)
 
     def plan(
         self, streams: int, sequences: Sequence[TokenSequence], most: int
@@ -103,7 +107,7 @@ class ModelDrafts:
         streams: sequences of the step. sequences: those that may have a draft. most: most tokens of
         each draft.
         """
-        if not sequences or self._balance is None or self._balance <= 0:
+        if not sequences or self._balance is None:
             return ()
         if self._rest and self._trial is None:
             self._rest -= 1
@@ -114,7 +118,10 @@ class ModelDrafts:
         drafts = {each: self._draft(each, most) for each in able}
         if not drafts:
             return ()
-        parts = self._parts(streams, drafts) or self._trial_parts(streams, drafts)
+        parts = self._parts(streams, drafts)
+        self._pays_trial = not parts
+        if not parts:
+            parts = self._trial_parts(streams, drafts)
         if not parts:
             self._rest = _REST
         return [part for part in parts if self._has_room(part)]
@@ -153,15 +160,19 @@ class ModelDrafts:
         self._idle += 1
         plain = self._lengths.plain_seconds(streams) if streams else None
         if plain is not None:
-            if self._balance is None:
-                self._balance = _FREE_STEPS * plain
+            most = _MOST_STEPS * plain
+            balance = most if self._balance is None else self._balance
             saved = -self._spent
             if self._drafted:
                 share = min(self._drafted / max(drafted, 1), 1.0)
                 saved += self._accepted / streams * plain
                 saved -= share * (self._lengths.slowdown(streams, rows) - 1) * plain
-            self._balance += saved + _ALLOWANCE * seconds
-            self._balance = min(self._balance, _MOST_STEPS * plain)
+            if self._pays_trial:
+                self._trial_balance += min(saved, 0.0)
+                saved = max(saved, 0.0)
+            self._balance = min(max(balance + saved, 0.0), most)
+            self._trial_balance = min(self._trial_balance + _ALLOWANCE * seconds, most)
+            self._pays_trial = self._trial is not None
             self._spent = 0.0
         self._drafted = self._accepted = 0
 
@@ -169,7 +180,10 @@ class ModelDrafts:
         """Return the draft that a sequence may have once the draft model has reached its end."""
         room = min(most, _MOST_MADE, sequence.room)
         room = min(room, self._limits.context_length - sequence.length)
-        return MadeDraft(self.rate(sequence), max(room, 0), 2)
+        return MadeDraft(self._estimate(sequence), max(room, 0), 2)
+
+    def _estimate(self, sequence: TokenSequence) -> float:
+        return sequence.speculation.model_rate(self.kind, self._common.rate())
 
     def _parts(self, streams: int, drafts: Mapping[TokenSequence, MadeDraft]) -> list[DraftPart]:
         """Return the parts that are expected to save time.
@@ -255,7 +269,7 @@ class ModelDrafts:
             return []
         [lag] = self._lags([trial]).values()
         if lag > _MOST_LAG:
-            return self._chunks(streams, {trial: lag}, self._funds)
+            return self._chunks(streams, {trial: lag}, self._trial_balance)
         length = min(_TRIAL_LENGTH, drafts[trial].most)
         return [self._part(trial, trial.length - lag, trial.length, length)] if length else []
 
@@ -272,7 +286,7 @@ class ModelDrafts:
         trial = min(lags, key=lambda each: lags[each])
         passes = (lags[trial] - 1) * self._token_seconds
         passes += _TRIAL_LENGTH * self._pass_seconds(1)
-        return trial if passes <= self._funds else None
+        return trial if passes <= self._trial_balance else None
 
     @property
     def _funds(self) -> float:
