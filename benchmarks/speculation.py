@@ -175,9 +175,9 @@ def measure(
 
 
 def _drafts(engine: MeasuredEngine) -> tuple[int, int]:
-    """Return the number of drafts of the draft model so far, and of their accepted tokens."""
+    """Return the number of drafts of the draft model or head so far, and their accepted tokens."""
     counts = engine.loaded.steps.take_output().load.drafts
-    mine = [count for count in counts if count.source == "draft_model"]
+    mine = [count for count in counts if count.source not in ("ngram", "prediction")]
     return sum(each.drafts for each in mine), sum(each.accepted for each in mine)
 
 

@@ -129,8 +129,8 @@ class EngineSettings(StreamSettings, PeerSettings, ReportSettings, CheckpointSet
     speculate: str = setting(
         "auto",
         "Draft tokens, which never change the output: auto = from the answers that clients expect, "
-        "ngram = from repetitions in the sequence, too, mtp = from the checkpoint's MTP layer, "
-        "too.",
+        "and on a CPU from an MTP layer of the checkpoint; mtp = from the MTP layer on a GPU, too; "
+        "ngram = from such answers and repetitions in the sequence.",
         choices=("off", "auto", "ngram", "mtp"),
     )
     draft: str = setting(

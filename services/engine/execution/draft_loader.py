@@ -21,10 +21,17 @@ from services.engine.model.decoder import Decoder
 from services.engine.model.draft_head import DraftHead
 from services.engine.model.eagle_head import load_eagle
 from services.engine.model.model import Model
-from services.engine.model.mtp_head import load_mtp
+from services.engine.model.mtp_head import holds_mtp, load_mtp
 from services.engine.scheduling.speculation import DraftKind
 
-__all__ = ["LoadedDraft", "load_draft", "load_mtp_draft", "tap_for_head", "tap_for_mtp"]
+__all__ = [
+    "LoadedDraft",
+    "can_draft_with_mtp",
+    "load_draft",
+    "load_mtp_draft",
+    "tap_for_head",
+    "tap_for_mtp",
+]
 
 _PASS_TOKENS = 512
 """Most tokens of a pass of the draft model"""
@@ -91,6 +98,13 @@ def tap_for_head(path: Path, target: Model) -> None:
     _tap(f"--draft {path}", depths, target)
 
 
+def can_draft_with_mtp(model: Path, target: Model) -> bool:
+    """Return whether the checkpoint in `model` holds an MTP layer that can draft for `target`."""
+    if not isinstance(target, Decoder) or not target.can_tap or not target.computes_logits:
+        return False
+    return not layer_groups(target.spec)[0].window and holds_mtp(model, target.spec)
+
+
 def tap_for_mtp(target: Model) -> None:
     """Have the engine's model copy its final hidden states, which its MTP layer reads.
 
@@ -119,7 +133,7 @@ def load_mtp_draft(model: Path, target: Model, kv_dtype: str, max_running: int) 
     try:
         head = load_mtp(model, target, kv_dtype)
     except CheckpointError as error:
-        raise StartupError(f"{option}: {error} Start without it.") from None
+        raise StartupError(f"{option}: {error} Start with --speculate off.") from None
     return _reserved(option, head, target, max_running, DraftKind.MTP)
 
 

@@ -30,7 +30,7 @@ class _Rows:
         """Drop the rows from the token `end` on."""
         while self.parts and self.start + self.count > end:
             last = self.parts.pop()
-            self.count -= len(last)
+            self.count -= last.shape[0]
             if (left := end - self.start - self.count) > 0:
                 self.parts.append(last[:left])
                 self.count += left
@@ -38,9 +38,12 @@ class _Rows:
     def cut_start(self, start: int) -> None:
         """Drop whole parts that end before or at the token `start`."""
         dropped = 0
-        while dropped < len(self.parts) and self.start + len(self.parts[dropped]) <= start:
-            self.start += len(self.parts[dropped])
-            self.count -= len(self.parts[dropped])
+        while self.start < start and dropped < len(self.parts):
+            count = self.parts[dropped].shape[0]
+            if self.start + count > start:
+                break
+            self.start += count
+            self.count -= count
             dropped += 1
         del self.parts[:dropped]
 
@@ -65,18 +68,19 @@ class KeptStates:
         for gone in [each for each in self._kept if each.state is not SequenceState.RUNNING]:
             del self._kept[gone]
         firsts: dict[TokenSequence, int] = {}
+        share = max(self._most_rows // max(len(self._kept), 1), _LEAST_ROWS)
         decodes = len(plan.decodes)
         if decodes:
             rows = torch.cat([each[:decodes] for each in tapped], dim=1)
             for sequence, row in zip(plan.decodes, rows[:, None].unbind(), strict=True):
-                firsts[sequence] = self._add(sequence, sequence.length - 1, row)
+                firsts[sequence] = self._add(sequence, sequence.length - 1, row, share)
         end = decodes
         for chunk in plan.chunks:
             start, end = end, end + chunk.count
-            first = max(start, end - self._share)
+            first = max(start, end - share)
             rows_of_chunk = torch.cat([each[first:end] for each in tapped], dim=1)
             begin = chunk.start + first - start
-            firsts[chunk.sequence] = self._add(chunk.sequence, begin, rows_of_chunk)
+            firsts[chunk.sequence] = self._add(chunk.sequence, begin, rows_of_chunk, share)
         return firsts
 
     def rows(self, sequence: TokenSequence, start: int, end: int) -> Tensor:
@@ -89,18 +93,17 @@ class KeptStates:
         whole = kept.parts[0] if len(kept.parts) == 1 else torch.cat(kept.parts)
         return whole[start - kept.start : end - kept.start]
 
-    @property
-    def _share(self) -> int:
-        """Most rows that are kept of one sequence."""
-        return max(self._most_rows // max(len(self._kept), 1), _LEAST_ROWS)
+    def _add(self, sequence: TokenSequence, start: int, rows: Tensor, most: int) -> int:
+        """Keep rows from the token `start` on. Return the index of the first kept token.
 
-    def _add(self, sequence: TokenSequence, start: int, rows: Tensor) -> int:
-        """Keep rows from the token `start` on. Return the index of the first kept token."""
+        most: most rows that are kept of the sequence.
+        """
         kept = self._kept.get(sequence)
         if kept is None or not kept.start <= start <= kept.start + kept.count:
             kept = self._kept[sequence] = _Rows(start)
         kept.cut_end(start)
         kept.parts.append(rows)
-        kept.count += len(rows)
-        kept.cut_start(start + len(rows) - self._share)
+        kept.count += rows.shape[0]
+        if kept.count > most:
+            kept.cut_start(start + rows.shape[0] - most)
         return kept.start

@@ -13,6 +13,7 @@ from services.common.settings import StartupError
 from services.engine.execution.cache_need import CacheNeed, GroupNeed
 from services.engine.execution.draft_loader import (
     LoadedDraft,
+    can_draft_with_mtp,
     load_draft,
     load_mtp_draft,
     tap_for_head,
@@ -93,9 +94,8 @@ def load(settings: EngineSettings) -> LoadedModel:
     Raises CheckpointError or StartupError.
     """
     rank = Rank.from_environment()
-    uses_mtp = settings.speculate == "mtp"
-    if (settings.draft or uses_mtp) and not rank.is_alone:
-        option = "--speculate mtp" if uses_mtp else "--draft"
+    if (settings.draft or settings.speculate == "mtp") and not rank.is_alone:
+        option = "--draft" if settings.draft else "--speculate mtp"
         raise StartupError(f"{option} is for engines of one rank. Start without it.")
     device = _device(settings.device, rank)
     if threads := rank.threads(settings.threads):
@@ -128,6 +128,7 @@ def load(settings: EngineSettings) -> LoadedModel:
     decoder.state_dtype = resolve_dtype(settings.state_dtype)
     settings = _with_limits(settings, decoder, ranks)
     pooler = load_pooler(settings.model, decoder.spec, device, settings.pooling)
+    uses_mtp = _uses_mtp(settings, decoder, rank)
     if settings.draft:
         tap_for_head(Path(settings.draft), decoder)
     elif uses_mtp:
@@ -145,7 +146,7 @@ def load(settings: EngineSettings) -> LoadedModel:
             "kernels for": str(instruction_set()),
         }
     )
-    draft = _load_draft(settings, decoder)
+    draft = _load_draft(settings, decoder, uses_mtp=uses_mtp)
     need = _cache_need(settings, decoder, 0 if draft is None else draft.block_bytes)
     if device.type == "cuda":
         wanted = wanted_context(settings.context_length, need.model_context)
@@ -179,10 +180,23 @@ def load(settings: EngineSettings) -> LoadedModel:
     )
 
 
-def _load_draft(settings: EngineSettings, decoder: Model) -> LoadedDraft | None:
-    """Load the model of --draft, or the MTP layer, if it is stated. Raises StartupError."""
-    kv_dtype, max_running = _kv_dtype(settings), settings.max_running
+def _uses_mtp(settings: EngineSettings, decoder: Model, rank: Rank) -> bool:
+    """Return whether the MTP layer drafts: as stated, or on a CPU if the checkpoint holds one.
+
+    On a GPU steps would no longer overlap.
+    """
     if settings.speculate == "mtp":
+        return True
+    if settings.speculate != "auto" or settings.draft or settings.weights == "mapped":
+        return False
+    is_alone = decoder.device.type == "cpu" and rank.is_alone
+    return is_alone and can_draft_with_mtp(settings.model, decoder)
+
+
+def _load_draft(settings: EngineSettings, decoder: Model, *, uses_mtp: bool) -> LoadedDraft | None:
+    """Load the model of --draft, or the MTP layer. Raises StartupError."""
+    kv_dtype, max_running = _kv_dtype(settings), settings.max_running
+    if uses_mtp:
         return load_mtp_draft(settings.model, decoder, kv_dtype, max_running)
     if not settings.draft:
         return None

@@ -36,7 +36,7 @@ from services.engine.model.parts.tensor_reader import TensorReader
 from services.engine.model.residual import ResidualRows
 from services.engine.model.weight_reader import WeightReader
 
-__all__ = ["load_mtp"]
+__all__ = ["holds_mtp", "load_mtp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,12 @@ class MtpInputs(HeadInputs):
 
     def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(rows, weight.shape, weight, self.epsilon)
+
+
+def holds_mtp(directory: Path, spec: ModelSpec) -> bool:
+    """Return whether the files of a checkpoint hold an MTP layer."""
+    with open_tensors(directory, spec) as files:
+        return any(_is_held(files, each) for each in _formats(spec))
 
 
 def load_mtp(directory: Path, target: Decoder, kv_dtype: str) -> DraftHead:

@@ -21,7 +21,7 @@ def test_mtp_layer_keeps_the_answers_and_is_counted(family: str, tmp_path: Path)
     """Its weights are random here, so that few draft tokens are accepted."""
     make_mtp(tmp_path, family)
     answers, counts = [], []
-    for speculate in ("off", "mtp"):
+    for speculate in ("off", "mtp", "auto"):
         with Engine(tmp_path, replace(SETTINGS, speculate=speculate)) as engine:
             answers.append(
                 [
@@ -32,11 +32,11 @@ def test_mtp_layer_keeps_the_answers_and_is_counted(family: str, tmp_path: Path)
                 ]
             )
             counts.append(engine.loaded.steps.take_output().load.drafts)
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
     assert counts[0] == ()
-    [count] = counts[1]
-    assert count.source == "mtp"
-    assert count.drafted > 0
+    for [count] in counts[1:]:
+        assert count.source == "mtp"
+        assert count.drafted > 0
 
 
 def test_models_without_an_mtp_layer_are_refused(tmp_path: Path) -> None:
