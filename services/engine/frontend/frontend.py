@@ -435,19 +435,20 @@ class Frontend:
             self._fail(item.handle, internal_error(), "failed")
 
     def _on_done(self, done: RequestDone, live: LiveRequest) -> None:
+        completed = events.completed(done)  # first, as only a live request can fail
         self._leave(done.handle)
         live.count_usage(self.model_id, done)
         outcome = "cancelled" if live.is_cancelled else "ok"
         live.span.complete(done, outcome)
         request_accounting.count_request(outcome)
         request_accounting.observe_done(done)
-        live.sink.on_completed(events.completed(done))
+        live.sink.on_completed(completed)
 
     def _on_refused(self, refused: Refused, live: LiveRequest) -> None:
+        error = events.refusal(refused)
         self._leave(refused.handle)
         live.count_usage(self.model_id, None, is_error=True)
         request_accounting.count_error(refused.reason)
-        error = events.refusal(refused)
         self._set_retry(error, live.checked.num_sequences)
         if error.code is grpc.StatusCode.INTERNAL:
             names = request_fields(live.caller.request_id, live.span.traceparent)

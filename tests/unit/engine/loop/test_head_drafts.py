@@ -1,11 +1,13 @@
 """Drafts of an EAGLE-3 head: the output stays the same, and the head sees what it was made for."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from services.engine.execution.head_drafts import HeadDrafts
@@ -53,6 +55,14 @@ class WatchedHeadDrafts(HeadDrafts):
     def make(self, parts: Sequence[DraftPart]) -> DraftResult:
         self.parts.extend(parts)
         return super().make(parts)
+
+
+class FreeHeadDrafts(HeadDrafts):
+    """Head drafts whose passes take no time, so that the head drafts whatever is accepted."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._clock = lambda: 0.0
 
 
 @pytest.fixture
@@ -132,6 +142,32 @@ def test_good_drafts_save_most_steps_and_are_reported(
     done = [o for o in outputs if isinstance(o, RequestDone)]
     assert all(count.source == "eagle" for each in done for count in each.drafts)
     assert len(done) == 3
+
+
+def test_head_of_the_embedded_model_drafts_what_it_would_say(embedded_model: Path) -> None:
+    """The head was trained by models/train; one that read other states would draft nothing."""
+    decoder, head = load_with_head(embedded_model, embedded_model / "eagle3")
+    tokenizer = Tokenizer.from_file(str(embedded_model / "tokenizer.json"))
+    code = ("def read_lines(path):\n", "class Stack:\n    def __init__(self):\n", "import os\n")
+    prompts = [tokenizer.encode(text).ids for text in code]
+    requests = [
+        make_request(i, [prompt], max_tokens=100, context=512, logprobs=2)
+        for i, prompt in enumerate(prompts)
+    ]
+    plain = run(make_loop(decoder, blocks=200), requests)
+    loop = make_loop(
+        decoder,
+        blocks=200,
+        draft=head.model,
+        targets=head.targets,
+        head_drafts=FreeHeadDrafts,
+    )
+    drafted = run(loop, requests)
+    [total] = loop.take_output().load.drafts
+    assert total.accepted > 0.2 * total.drafted > 0
+    for place, ids in tokens_of(drafted).items():
+        alone = [o for o in plain if isinstance(o, Token) and (o.handle, o.sequence) == place]
+        assert_same_up_to_ties(ids, alone)
 
 
 def test_useless_drafts_end_soon_and_are_tried_rarely(
