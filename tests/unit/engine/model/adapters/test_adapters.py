@@ -112,6 +112,21 @@ def test_rows_of_several_adapters_and_none_equal_the_merged_models(
     assert_rows_equal_merged_models(decoder, models, 3e-4 if name in _ROUGH else 1e-4)
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", ["llama", "deepseek v3", "qwen3 next"])
+def test_adapters_act_while_hidden_states_are_copied_for_a_draft_head(
+    name: str, tmp_path: Path
+) -> None:
+    """The copies behind the last layer need all rows of it, with their adapters."""
+    model = make_checkpoint(tmp_path / "model", CONFIGS[name])
+    models = [model, *(make_adapter(model, tmp_path / str(n), seed=n) for n in (1, 2))]
+    decoder = load_model(tmp_path / "model", torch.float32)
+    decoder.tap([1, decoder.spec.num_layers])
+    for number in (1, 2):
+        load(decoder, number, tmp_path / str(number))
+    assert_rows_equal_merged_models(decoder, models)
+
+
 def test_decode_of_latents_does_not_depend_on_a_neighbour_with_an_adapter(tmp_path: Path) -> None:
     """An adapter changes the keys and values of its own sequence alone."""
     model = make_checkpoint(tmp_path / "model", CONFIGS["youtu"])
