@@ -77,9 +77,10 @@ def test_logits_are_those_of_the_published_formulas(family: str, tmp_path: Path)
     torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", FORMATS)
 def test_model_whose_last_states_are_copied_returns_the_same_rows(
-    family: str, tmp_path: Path
+    family: str, padded: bool, tmp_path: Path
 ) -> None:
     """A prompt needs one row of logits, but the MTP layer reads the states of all tokens."""
     make_mtp(tmp_path, family)
@@ -87,7 +88,7 @@ def test_model_whose_last_states_are_copied_returns_the_same_rows(
     ids = torch.randint(64, (17,), generator=torch.Generator().manual_seed(2))
     rows = []
     for model in (plain, decoder):
-        driver = Driver(model, [ids], model.block_size)
+        driver = Driver(model, [ids], model.block_size, padded=padded)
         driver.step([(0, 17)], kept=[2])
         rows.append(driver.logits[0][-2:])
     torch.testing.assert_close(rows[1], rows[0], atol=1e-5, rtol=1e-5)
