@@ -6,7 +6,7 @@ from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet, native
 from services.engine.model.architecture.spec import ModelSpec
 
-__all__ = ["require_fp8", "resolve_kv_dtype"]
+__all__ = ["WIDEST_HEAD", "require_fp8", "resolve_kv_dtype"]
 
 _COMPUTED = (torch.float32, torch.bfloat16)
 """Types that the kernels compute in"""
@@ -14,8 +14,8 @@ _LEAST_FP8 = (8, 9)
 """Least compute capability that converts FP8"""
 _MULTIPLIED = (torch.float16, torch.bfloat16)
 """Types that a GPU's kernels compute in"""
-_WIDEST = 512
-"""Widest heads of these kernels"""
+WIDEST_HEAD = 512
+"""Widest heads of the kernels of a GPU"""
 _NAMED = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -82,6 +82,6 @@ def _reason_on_gpu(spec: ModelSpec, dtype: torch.dtype, is_fp8: bool) -> str | N
         return "a GPU keeps keys and values in --dtype or fp8"
     if dtype not in _MULTIPLIED:
         return "attention over FP8 is computed in --dtype bfloat16 or float16"
-    if spec.widest_head > _WIDEST:
-        return f"heads wider than {_WIDEST} are computed by torch, in --dtype"
+    if spec.widest_head > WIDEST_HEAD:
+        return f"heads wider than {WIDEST_HEAD} are computed by torch, in --dtype"
     return None

@@ -22,6 +22,7 @@ from services.engine.model.attention.flash import (
 )
 from services.engine.model.attention.fp8_pages import KV_FP8, make_pages, numbers_of, write_fp8
 from services.engine.model.attention.interface import AttentionStep, KVCache
+from services.engine.model.attention.kv_dtype import WIDEST_HEAD
 from services.engine.model.attention.long_prompts import (
     LongPrompts,
     PromptKernels,
@@ -43,7 +44,6 @@ __all__ = ["PagedAttention", "StepMetadata", "tokens_of"]
 
 _PAGE = 64
 """Divisor of page sizes, in tokens: kernels read as many keys at a time"""
-_MAX_HEAD_DIM = 512
 _WITH_DESCRIPTORS = (9, 0)
 """Least compute capability with a tensor memory accelerator"""
 _BATCHES = 8
@@ -83,7 +83,7 @@ class PagedAttention(TorchAttention):
         self.kv_dtype = kv_dtype or dtype
         self._is_fp8 = self.kv_dtype == KV_FP8
         self._is_supported = self.is_capturable = (
-            dtype in _DTYPES and spec.widest_head <= _MAX_HEAD_DIM
+            dtype in _DTYPES and spec.widest_head <= WIDEST_HEAD
         )
         self._flash_layers = {
             index
