@@ -77,6 +77,7 @@ class IdleDecoder(Decoder):
         self.block_size = BLOCK
         self._hidden = torch.zeros(rows, self.spec.hidden_size)
         self._constant = torch.rand(rows, self.spec.vocab_size)
+        self.adapters = None
 
     @property
     def has_argmax(self) -> bool:
