@@ -12,6 +12,7 @@ from services.common.model_files.disk_models import (
     models_in_cache,
     models_in_folder,
 )
+from services.common.model_files.draft_heads import is_draft_head
 
 __all__ = ["default_folders", "models_in"]
 
@@ -26,7 +27,7 @@ def default_folders() -> tuple[Path, ...]:
 def models_in(folders: Sequence[Path]) -> list[CatalogModel]:
     """Return a row for each model below the folders, the first of each name.
 
-    Interrupted downloads, and GGUF files of architectures that are not read, have none.
+    Interrupted downloads, draft heads and GGUF files of unread architectures have none.
     """
     rows: dict[str, CatalogModel] = {}
     for name, model in _named(folders):
@@ -48,6 +49,6 @@ def _named(folders: Sequence[Path]) -> Iterator[tuple[str, DiskModel]]:
 
 
 def _is_served(model: DiskModel) -> bool:
-    if not model.is_complete or not model.architecture:
+    if not model.is_complete or not model.architecture or is_draft_head(model.architecture):
         return False
     return model.path.suffix != ".gguf" or is_read(model.architecture)
