@@ -134,16 +134,22 @@ async def test_the_manager_exposes_its_documented_metrics(server: Server) -> Non
 
 
 async def test_a_stream_that_waits_for_a_load_begins_and_tells_its_progress(
-    http: httpx.AsyncClient,
+    server: Server, http: httpx.AsyncClient
 ) -> None:
     """A proxy would end a request that is silent for the time of a load."""
     await _unloaded(http, "first", "second")
-    async with http.stream(
-        "POST", "/v1/chat/completions", json=_chat("first", stream=True)
-    ) as answer:
-        lines = [line async for line in answer.aiter_lines()]
+    server.process.send_signal(signal.SIGSTOP)  # so that the load takes until the first line
+    try:
+        async with http.stream(
+            "POST", "/v1/chat/completions", json=_chat("first", stream=True)
+        ) as answer:
+            waiting = answer.aiter_lines()
+            assert (await anext(waiting)).startswith(": loading")
+            server.process.send_signal(signal.SIGCONT)
+            lines = [line async for line in waiting]
+    finally:
+        server.process.send_signal(signal.SIGCONT)
     assert answer.status_code == 200
-    assert lines[0].startswith(": loading")
     assert lines[-2:] == ["data: [DONE]", ""]
 
 
