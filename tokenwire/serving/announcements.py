@@ -1,4 +1,4 @@
-"""What `tokenwire serve` says about the services that it runs."""
+"""Announcements of `tokenwire serve` about the services that it runs."""
 
 import os
 from collections.abc import Iterable

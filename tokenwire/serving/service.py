@@ -36,7 +36,7 @@ class Service:
 
     @property
     def ports(self) -> Iterator[tuple[str, str, int]]:
-        """What each of its ports is for, the host and the number."""
+        """Purpose, host and number of each port of the service."""
         host = self.flag("--host")
         if self.name != "http_shim":
             port = int(self.flag("--port"))

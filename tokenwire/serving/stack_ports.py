@@ -72,7 +72,7 @@ def taken_ports(options: ServeOptions, targets: Iterable[str]) -> set[int]:
 
 
 def manager_ports(options: ServeOptions) -> Sequence[tuple[str, str, int]]:
-    """Return what the ports of the manager of models on demand are for, host and number."""
+    """Return purpose, host and number of the ports of the manager of models on demand."""
     port = options.manager_port
     return (
         ("manager", "127.0.0.1", port),
@@ -91,7 +91,7 @@ def shim_metrics_port(options: ServeOptions, stated: int, number: int) -> int:
 def require_free_ports(ports: Iterable[tuple[str, str, int]]) -> None:
     """Raise ServeError for the first port that is in use or named twice.
 
-    ports: what each is for, the host and the number.
+    ports: purpose, host and number of each.
     """
     taken: dict[int, str] = {}
     for name, host, port in ports:

@@ -64,7 +64,7 @@ class Answer:
     question: Question
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Those of the prompt's tokens but the first, then those of `tokens`"""
+    """Log probabilities of the prompt's tokens but the first, then of `tokens`"""
 
 
 @contextmanager

@@ -21,8 +21,8 @@ __all__ = ["largest_step", "measure_steps", "total_of_graphs", "usable_kernels"]
 _DRAW_COPIES = 4
 """Copies of the logits that a draw with top-p makes: candidates, weights and their sums"""
 _PREFIX = 1 << 17
-"""Most tokens before the prompts of the largest step: attention gathers them piece by piece, and
-more pieces take no more memory"""
+"""Most tokens before the prompts of the largest step. Attention gathers them in pieces of a fixed
+size, so that longer contexts take no more memory"""
 _LEAST_GRAPH = 1 << 20
 """Fewest bytes that the driver keeps for a graph"""
 

@@ -50,7 +50,7 @@ class PassTime(NamedTuple):
 
 
 class DraftResult(NamedTuple):
-    """What the draft model has made of a plan."""
+    """Draft tokens that the draft model has made of a plan, and the time of its passes."""
 
     tokens: Sequence[Sequence[int]]
     """Draft tokens of each part"""

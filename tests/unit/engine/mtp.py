@@ -28,7 +28,7 @@ class MtpParts(NamedTuple):
     """A model with one layer more, and the weights around that layer."""
 
     whole: PreTrainedModel
-    """Its last layer is the MTP layer"""
+    """Model whose last layer is the MTP layer"""
     projection: Tensor
     embedding_norm: Tensor
     states_norm: Tensor

@@ -138,16 +138,16 @@ class InParts(Way):
 
 @dataclass(frozen=True, slots=True)
 class PromptKernels:
-    """What computes the attention of prompts on a device."""
+    """Kernels that compute the attention of prompts on a device."""
 
     page: int
     """Number of tokens of a page"""
     dtype: torch.dtype
-    """That of queries"""
+    """Type of queries"""
     kv_dtype: torch.dtype
-    """That of pages"""
+    """Type of keys and values in the pages"""
     has_flash: bool
-    """True if torch's flash attention runs there"""
+    """True if torch's flash attention runs on the device"""
     has_descriptors: bool
     """True if there is a tensor memory accelerator, for which cuDNN has kernels, too"""
 

@@ -283,9 +283,9 @@ class Span(NamedTuple):
     """A chunk's place in a batch."""
 
     sequence: int
-    """Number of its sequence"""
+    """Number of the chunk's sequence"""
     first: int
-    """Its first row"""
+    """Index of the chunk's first row"""
     rows: int
     context: int
     """Number of its sequence's tokens, up to its last one"""
@@ -299,7 +299,7 @@ class Chunks:
         sequences = slice(first.sequence, last.sequence + 1)
         ends = batch.visible_ends
         self.part = slice(first.first, last.first + last.rows)
-        """Their rows"""
+        """Rows of the chunks"""
         self.longest_context = max(span.context for span in spans)
         """Number of tokens of the longest context"""
         self.rows = PagedRows(

@@ -43,7 +43,7 @@ class Tile:
     rows: int
     outputs: int
     warps: int
-    """With 4 or more of them, a program takes the products of Hopper's groups of warps"""
+    """Warps of a program. From 4 on, a program on Hopper multiplies by instructions of four warps"""
     stages: int
     """Depth of the pipeline that loads codes and rows"""
 

@@ -252,7 +252,7 @@ class PackedWeight:
     numbers: Tensor
     """int32 [tiles / repeats, outputs, words]: scales, offsets, factors; [count, …] of a stack"""
     values: CodeValues | None
-    """What the codes stand for; None: the codes are the numbers"""
+    """Numbers that the codes stand for; None: the codes are the numbers"""
 
     @property
     def outputs(self) -> int:

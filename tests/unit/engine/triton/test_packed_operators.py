@@ -209,7 +209,7 @@ def test_experts_stay_packed(rows: int, biased: bool) -> None:
 def test_experts_of_a_checkpoint(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those whose inputs have an order of their own are decoded, and a warning says so."""
+    """Experts whose inputs have an order of their own are decoded, and a warning says so."""
     model = make_checkpoint(tmp_path, MOE)
     quantize(tmp_path, model, FORMATS[name])
     with caplog.at_level(logging.WARNING):
