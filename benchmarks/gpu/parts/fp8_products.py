@@ -118,14 +118,14 @@ def _ours(product: _Product) -> Iterator[tuple[str, list[Call]]]:
     # imported here: only GPU machines have Triton
     from services.engine.model.attention.multiprocessors import count_multiprocessors
     from services.engine.model.operators.fp8_products import (
-        MOST_DIVIDED,
         TILES,
         Fp8Matrix,
         Tile,
-        count_parts,
         multiply,
+        parts_of,
     )
     from services.engine.model.operators.fp8_rounding import round_rows
+    from services.engine.model.operators.product_tiles import MOST_DIVIDED
 
     rows, count = product.rows, len(product.rows)
     usual = next((tile for tile in TILES if tile.rows >= count), TILES[-1])
@@ -137,7 +137,7 @@ def _ours(product: _Product) -> Iterator[tuple[str, list[Call]]]:
 
     for group, weights in ((None, product.weights), (_GROUP, product.grouped)):
         matrices = [Fp8Matrix.of(weight, None, group) for weight in weights]
-        parts = count_parts(matrices[0], TILES[0], count_multiprocessors(rows.device))
+        parts = parts_of(matrices[0], TILES[0], count_multiprocessors(rows.device))
         tried = {parts} if group else {max(1, parts // 2), parts, 2 * parts}
         tried = tried if count <= MOST_DIVIDED else {1}
         for number in sorted(tried):

@@ -14,6 +14,7 @@ from torch import Tensor
 from services.engine.model.attention.multiprocessors import count_multiprocessors
 from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight
 from services.engine.model.operators.interface import Projection
+from services.engine.model.operators.product_tiles import MOST_DIVIDED, ProductTile, count_parts
 
 __all__ = ["ByteProjection", "has_bytes", "multiply", "round_to_bytes"]
 
@@ -23,32 +24,13 @@ _MULTIPLE = 16
 """Number that must divide the inputs, so that loads are wide"""
 _COLUMNS = 1024
 """Number of columns that a program of `round_to_bytes` reads at a time"""
-_PROGRAMS = 2
-"""Number of programs on a multiprocessor that keep its share of the memory busy"""
-_LEAST_STEPS = 4
-"""Fewest tiles of inputs that a program reads, to fill its pipeline"""
-_MOST_PARTS = 8
-"""Most programs among which the inputs of an output are divided"""
-_MOST_DIVIDED = 64
-"""Most rows of products whose inputs programs divide"""
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows and outputs that one program multiplies, and its schedule. A run on a GPU tunes it."""
-
-    rows: int
-    outputs: int
-    warps: int
-    stages: int
-    """Depth of the pipeline that loads rows and weights"""
 
 
 TILES = (
-    Tile(rows=16, outputs=64, warps=4, stages=5),
-    Tile(rows=32, outputs=64, warps=4, stages=5),
-    Tile(rows=64, outputs=128, warps=8, stages=4),
-    Tile(rows=128, outputs=128, warps=8, stages=3),
+    ProductTile(rows=16, outputs=64, warps=4, stages=5),
+    ProductTile(rows=32, outputs=64, warps=4, stages=5),
+    ProductTile(rows=64, outputs=128, warps=8, stages=4),
+    ProductTile(rows=128, outputs=128, warps=8, stages=3),
 )
 """Tiles by number of rows, within an L4's 99 KiB of shared memory"""
 
@@ -124,8 +106,8 @@ def multiply(
     tile = next((tile for tile in TILES if tile.rows >= count), TILES[-1])
     row_tiles, tiles = triton.cdiv(count, tile.rows), triton.cdiv(outputs, tile.outputs)
     parts, sums = 1, None
-    if count <= _MOST_DIVIDED:
-        parts = _count_parts(tiles, inputs, rows.device)
+    if count <= MOST_DIVIDED:
+        parts = count_parts(tiles, inputs // _INPUTS, count_multiprocessors(rows.device))
     if parts > 1:
         size = parts * tiles * tile.outputs * tile.rows
         sums = torch.empty(size, dtype=torch.int32, device=rows.device)
@@ -151,12 +133,6 @@ def multiply(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-
-
-def _count_parts(tiles: int, inputs: int, device: torch.device) -> int:
-    """Return the number of programs that divide the inputs of a tile, so that the GPU is full."""
-    wanted = -(-_PROGRAMS * count_multiprocessors(device) // tiles)
-    return max(1, min(wanted, inputs // (_LEAST_STEPS * _INPUTS), _MOST_PARTS))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

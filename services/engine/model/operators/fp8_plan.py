@@ -11,15 +11,14 @@ from torch import Tensor
 from services.engine.model.attention.launch_times import fastest
 from services.engine.model.attention.multiprocessors import count_multiprocessors
 from services.engine.model.operators.fp8_products import (
-    MOST_DIVIDED,
-    MOST_PARTS,
     TILES,
     Fp8Matrix,
     Tile,
-    count_parts,
     multiply,
+    parts_of,
 )
 from services.engine.model.operators.fp8_rounding import RoundedRows, round_rows
+from services.engine.model.operators.product_tiles import MOST_DIVIDED, MOST_PARTS
 
 __all__ = ["Fp8Plan"]
 
@@ -100,7 +99,7 @@ class Fp8Plan:
         capability = torch.cuda.get_device_capability(device) if is_cuda else _WITH_DESCRIPTORS
         self._dtype = dtype
         self._has_descriptors = capability >= _WITH_DESCRIPTORS
-        self._parts = count_parts(matrix, TILES[0], count_multiprocessors(device))
+        self._parts = parts_of(matrix, TILES[0], count_multiprocessors(device))
         self._has_torch = matrix.group is None
         spills = capability[0] == _FEW_REGISTERS and not self._has_torch
         self._tiles = TILES[:-1] if spills else TILES

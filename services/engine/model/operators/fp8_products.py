@@ -15,31 +15,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from services.engine.model.operators.fp8_rounding import RoundedRows
 from services.engine.model.operators.fp8_weights import Fp8Weight
+from services.engine.model.operators.product_tiles import MOST_DIVIDED, ProductTile, count_parts
 
-__all__ = ["MOST_DIVIDED", "MOST_PARTS", "TILES", "Fp8Matrix", "Tile", "count_parts", "multiply"]
+__all__ = ["TILES", "Fp8Matrix", "Tile", "multiply", "parts_of"]
 
 _INPUTS = 128
 """Inputs of a tile, the same for all numbers of rows: all sum in the same order"""
-_LEAST_STEPS = 4
-"""Least tiles of inputs that a program reads, to fill its pipeline"""
-MOST_DIVIDED = 64
-"""Most rows of a tile whose inputs programs divide: the sums of more take too many registers"""
-MOST_PARTS = 8
-"""Most programs among which the inputs of a tile are divided"""
-_PROGRAMS = 2
-"""Number of programs on a multiprocessor that keep its share of the memory busy"""
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """The tile that one program multiplies at a time."""
+class Tile(ProductTile):
+    """The tile that one program multiplies at a time. Its rows are activations."""
 
-    rows: int
-    """Number of activations"""
-    outputs: int
-    warps: int
-    stages: int
-    """Depth of the pipeline that loads activations and weights"""
     by_descriptor: bool = False
     """True if the tensor memory accelerator loads weights, from compute capability 9.0 on"""
 
@@ -82,12 +69,11 @@ class Fp8Matrix:
         return outputs, inputs
 
 
-def count_parts(matrix: Fp8Matrix, tile: Tile, multiprocessors: int) -> int:
+def parts_of(matrix: Fp8Matrix, tile: Tile, multiprocessors: int) -> int:
     """Return the number of programs that divide a tile's inputs, so that the GPU is full."""
     outputs, inputs = matrix.shape
-    wanted = -(-_PROGRAMS * multiprocessors // -(-outputs // tile.outputs))
-    most = inputs // (_LEAST_STEPS * (matrix.group or _INPUTS))
-    return max(1, min(wanted, most, MOST_PARTS))
+    tiles = triton.cdiv(outputs, tile.outputs)
+    return count_parts(tiles, inputs // (matrix.group or _INPUTS), multiprocessors)
 
 
 def multiply(

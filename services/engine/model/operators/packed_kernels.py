@@ -11,12 +11,12 @@ from torch import Tensor
 from services.engine.model.attention.multiprocessors import count_multiprocessors
 from services.engine.model.operators.packed_products import decoded_block, sum_tiles
 from services.engine.model.operators.packed_weights import TILE, PackedForm, PackedWeight
+from services.engine.model.operators.product_tiles import ProductTile
 
 __all__ = [
     "MOST_PARTS",
     "MOST_ROWS",
     "PackedMatrix",
-    "Tile",
     "count_parts",
     "decode",
     "expert_tiles",
@@ -36,41 +36,30 @@ _DECODED_OUTPUTS = 32
 """Outputs of a tile that a program of `decode` decodes"""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows and outputs that one program multiplies, and its schedule. A run on a GPU tunes it."""
-
-    rows: int
-    outputs: int
-    warps: int
-    """Warps of a program. From 4 on, a program on Hopper multiplies by instructions of four warps"""
-    stages: int
-    """Depth of the pipeline that loads codes and rows"""
-
-
 _TILES = (
-    Tile(rows=8, outputs=64, warps=2, stages=4),
-    Tile(rows=16, outputs=64, warps=2, stages=3),
-    Tile(rows=32, outputs=64, warps=2, stages=2),
+    ProductTile(rows=8, outputs=64, warps=2, stages=4),
+    ProductTile(rows=16, outputs=64, warps=2, stages=3),
+    ProductTile(rows=32, outputs=64, warps=2, stages=2),
 )
-"""Tiles within an L4's 99 KiB of shared memory"""
+"""Tiles within an L4's 99 KiB of shared memory. With 4 warps or more, a program on Hopper would
+multiply by instructions of four warps"""
 _LARGE_TILES = (
-    Tile(rows=32, outputs=128, warps=8, stages=2),
-    Tile(rows=64, outputs=128, warps=8, stages=2),
+    ProductTile(rows=32, outputs=128, warps=8, stages=2),
+    ProductTile(rows=64, outputs=128, warps=8, stages=2),
 )
 """Further tiles for GPUs with enough registers, and tensor cores that read operands from them"""
 _HOPPER = (9, 0)
 _WITH_LARGE_TILES = ((8, 0), _HOPPER)
 """Compute capabilities of these GPUs"""
 _VALUE_TILES = (
-    Tile(rows=8, outputs=32, warps=2, stages=1),
-    Tile(rows=16, outputs=32, warps=2, stages=1),
-    Tile(rows=32, outputs=32, warps=2, stages=1),
+    ProductTile(rows=8, outputs=32, warps=2, stages=1),
+    ProductTile(rows=16, outputs=32, warps=2, stages=1),
+    ProductTile(rows=32, outputs=32, warps=2, stages=1),
 )
 """Tiles for codes whose numbers are looked up"""
 _EXPERT_TILES = (
-    Tile(rows=16, outputs=64, warps=2, stages=3),
-    Tile(rows=32, outputs=32, warps=2, stages=2),
+    ProductTile(rows=16, outputs=64, warps=2, stages=3),
+    ProductTile(rows=32, outputs=32, warps=2, stages=2),
 )
 """Tiles for experts, whose programs hold the sums of two products"""
 
@@ -95,14 +84,14 @@ class PackedMatrix:
         return PackedMatrix(weight, bias, torch.zeros(most, dtype=torch.int32, device=device))
 
 
-def tiles_of(form: PackedForm, device: torch.device) -> Sequence[Tile]:
+def tiles_of(form: PackedForm, device: torch.device) -> Sequence[ProductTile]:
     """Return the tiles for weights of a form, in the order of their rows."""
     if form.values:
         return _VALUE_TILES
     return (*_TILES, *_LARGE_TILES) if _capability(device) in _WITH_LARGE_TILES else _TILES
 
 
-def expert_tiles(form: PackedForm, device: torch.device) -> Sequence[Tile]:
+def expert_tiles(form: PackedForm, device: torch.device) -> Sequence[ProductTile]:
     """Return the tiles for experts of a form, in the order of their rows."""
     if form.values:
         return _VALUE_TILES[1:]
@@ -129,7 +118,7 @@ def count_parts(weight: PackedWeight) -> int:
 
 
 def multiply(
-    rows: Tensor, matrix: PackedMatrix, tile: Tile, parts: int, out: Tensor, *, adds: bool
+    rows: Tensor, matrix: PackedMatrix, tile: ProductTile, parts: int, out: Tensor, *, adds: bool
 ) -> None:
     """Write rows @ weight.T + bias to `out` [n, outputs], or add it; n is at most `MOST_ROWS`.
 

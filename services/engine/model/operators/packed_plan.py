@@ -13,12 +13,12 @@ from services.engine.model.operators.packed_kernels import (
     MOST_PARTS,
     MOST_ROWS,
     PackedMatrix,
-    Tile,
     count_parts,
     decode,
     multiply,
     tiles_of,
 )
+from services.engine.model.operators.product_tiles import ProductTile
 from services.engine.model.operators.torch_operators import add_product, multiply_into
 
 __all__ = ["PackedPlan"]
@@ -43,7 +43,7 @@ class Product(ABC):
 class _OfCodes(Product):
     """A kernel that decodes in registers; all such kernels sum in the same order."""
 
-    tile: Tile
+    tile: ProductTile
     parts: int
 
     def multiply(self, rows: Tensor, matrix: PackedMatrix, out: Tensor, *, adds: bool) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from services.engine.model.operators import fp8_products, fp8_rounding
 from services.engine.model.operators.fp8_products import TILES, Tile
+from services.engine.model.operators.product_tiles import MOST_DIVIDED
 from tests.unit.engine.triton.gpus import Compiled, compile_kernel
 
 __all__ = ["compile_all"]
@@ -63,7 +64,7 @@ def _product(
         "is_grouped": group is not None,
         "is_even": is_even,
         "by_descriptor": tile.by_descriptor,
-        "most_divided": fp8_products.MOST_DIVIDED,
+        "most_divided": MOST_DIVIDED,
         "tile_rows": tile.rows,
         "tile_outputs": tile.outputs,
         "tile_inputs": tile_inputs,

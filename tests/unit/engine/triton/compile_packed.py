@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from services.engine.model.operators import byte_products, packed_experts, packed_kernels
-from services.engine.model.operators.packed_kernels import Tile
 from services.engine.model.operators.packed_weights import PackedForm
+from services.engine.model.operators.product_tiles import MOST_DIVIDED, ProductTile
 from tests.unit.engine.triton.gpus import SHARED_MEMORY, Compiled, compile_kernel
 
 __all__ = ["compile_all"]
@@ -63,7 +63,7 @@ def compile_all(capability: int) -> Iterator[Compiled]:
 
 def _product(
     form: PackedForm,
-    tile: Tile,
+    tile: ProductTile,
     capability: int,
     *,
     dtype: str = "bf16",
@@ -74,7 +74,9 @@ def _product(
     return _compile(packed_kernels._multiply_packed, form, tile, capability, constants, dtype)
 
 
-def _experts(form: PackedForm, constants: dict[str, Any], tile: Tile, capability: int) -> Compiled:
+def _experts(
+    form: PackedForm, constants: dict[str, Any], tile: ProductTile, capability: int
+) -> Compiled:
     whole = constants | {"whole": True, "tile": tile}
     return _compile(packed_experts._multiply_experts, form, tile, capability, whole, "bf16")
 
@@ -82,7 +84,7 @@ def _experts(form: PackedForm, constants: dict[str, Any], tile: Tile, capability
 def _compile(
     kernel: Any,
     form: PackedForm,
-    tile: Tile,
+    tile: ProductTile,
     capability: int,
     constants: dict[str, Any],
     dtype: str,
@@ -129,7 +131,7 @@ def _bytes(capability: int) -> Iterator[Compiled]:
     for tile in byte_products.TILES:
         constants: dict[str, Any] = {"adds": True, "whole": True, "bias": None}
         constants |= {"tile_rows": tile.rows, "tile_outputs": tile.outputs, "tile_inputs": 128}
-        if tile.rows > byte_products._MOST_DIVIDED:
+        if tile.rows > MOST_DIVIDED:
             constants["sums"] = None
         compiled = compile_kernel(
             byte_products._multiply_bytes,

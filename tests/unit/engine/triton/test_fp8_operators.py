@@ -165,7 +165,7 @@ def test_parts_fill_the_multiprocessors(shape: tuple[int, int], parts: int) -> N
     outputs, _ = shape
     weight = Fp8Weight(torch.empty(shape, dtype=FP8), torch.empty(1, outputs))
     matrix = products.Fp8Matrix.of(weight, None, None)
-    assert products.count_parts(matrix, products.TILES[0], 132) == parts
+    assert products.parts_of(matrix, products.TILES[0], 132) == parts
 
 
 @interpreted
