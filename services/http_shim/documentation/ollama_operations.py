@@ -11,7 +11,7 @@ from services.http_shim.dialects.ollama.types import (
     OllamaGenerateAnswer,
     OllamaGenerateBody,
 )
-from services.http_shim.documentation.operations import POST_ERRORS, SCHEDULING, Operation
+from services.http_shim.documentation.operation import POST_ERRORS, SCHEDULING, Operation
 from services.http_shim.ollama.embeddings import (
     OllamaEmbedBody,
     OllamaEmbeddingBody,

@@ -22,7 +22,8 @@ from services.http_shim.dialects.messages.types import MessageError
 from services.http_shim.dialects.ollama.types import OllamaError
 from services.http_shim.dialects.tools import Typed
 from services.http_shim.documentation.ollama_operations import OLLAMA_OPERATIONS
-from services.http_shim.documentation.operations import OPERATIONS, Operation
+from services.http_shim.documentation.operation import Operation
+from services.http_shim.documentation.operations import OPERATIONS
 from services.http_shim.errors import ErrorBody
 from tokenwire.pb.types.v1 import types_pb2
 
