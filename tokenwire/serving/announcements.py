@@ -1,16 +1,25 @@
 """Announcements of `tokenwire serve` about the services that it runs."""
 
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tokenwire.serving.running_servers import STARTED_BY
+from services.common.model_files.checkpoint_folder import served_name
+from tokenwire.serving.running_servers import (
+    STARTED_BY,
+    RunningServer,
+    boot_id,
+    process_start,
+    register,
+)
+from tokenwire.serving.serve_options import ServeOptions
 from tokenwire.serving.service import Service, tokenizer_targets
 from tokenwire.serving.service_log import report
-from tokenwire.serving.stack_layout import CatalogPlan
+from tokenwire.serving.stack_layout import CatalogPlan, embedded_checkpoint
 from tokenwire.serving.state_folder import note_use
 
-__all__ = ["note_uses", "print_models", "print_shims", "report_next_command"]
+__all__ = ["note_server", "note_uses", "print_models", "print_shims", "report_next_command"]
 
 _MOST_PRINTED = 20
 """Most models that are printed"""
@@ -21,6 +30,52 @@ def note_uses(services: Iterable[Service]) -> None:
     for service in services:
         if service.name == "engine":
             note_use(Path(service.checkpoint))
+
+
+def note_server(
+    options: ServeOptions,
+    services: Sequence[Service],
+    plan: CatalogPlan | None,
+    *,
+    has_manager: bool,
+) -> None:
+    """Note this server for `tokenwire run`, `ps` and `stop` of the same user.
+
+    plan: of the catalog; None = the server has one model. has_manager: whether it has models on
+    demand.
+    """
+    pid = os.getpid()
+    server = RunningServer(
+        pid=pid,
+        start=process_start(pid) or 0,
+        boot=boot_id(),
+        url=options.url,
+        jobs=next((each.target for each in services if each.name == "jobs"), ""),
+        manager=options.manager_target if has_manager else "",
+        targets=_targets(options, services, plan),
+        since=time.time(),
+        is_background=os.environ.get(STARTED_BY) == "run",
+        has_keys=options.keys is not None,
+    )
+    try:
+        register(server)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        report(f"`tokenwire ps` can't show this server: {error}")
+
+
+def _targets(
+    options: ServeOptions, services: Sequence[Service], plan: CatalogPlan | None
+) -> dict[str, str]:
+    """Return a tokenizer service of each model that is always loaded, by its names."""
+    if plan is None:
+        name = options.model_id or served_name(options.model or embedded_checkpoint())
+        return {name: next(each.target for each in services if each.name == "tokenizer")}
+    return {
+        name: row.target.partition(",")[0]
+        for row in plan.models
+        if row.target and not row.on_demand
+        for name in row.names
+    }
 
 
 def report_next_command() -> None:

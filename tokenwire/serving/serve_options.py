@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.model_files.keep_alive import DEFAULT_KEEP_ALIVE
-from services.common.network.addresses import LAST_PORT
+from services.common.network.addresses import LAST_PORT, address, reachable
 
 __all__ = ["LogPlace", "ServeError", "ServeOptions", "require_port"]
 
@@ -109,6 +109,11 @@ class ServeOptions:
     def scheme(self) -> str:
         """Scheme of the HTTP server's URL."""
         return "http" if self.tls_cert is None else "https"
+
+    @property
+    def url(self) -> str:
+        """URL of the HTTP server, as this machine reaches it."""
+        return f"{self.scheme}://{address(reachable(self.host), self.port)}"
 
     @property
     def serves_catalog(self) -> bool:

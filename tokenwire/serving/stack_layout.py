@@ -73,6 +73,12 @@ class CatalogPlan:
     first: str = ""
     """Full name of the model on demand that is loaded at the start; empty = none"""
 
+    @property
+    def lasting_services(self) -> list[Service]:
+        """Services that run all the time."""
+        everything = [service for services in self.services.values() for service in services]
+        return [service for service in everything if not service.on_demand]
+
 
 def plan(options: ServeOptions) -> tuple[Service, ...]:
     """Return the services of one model in pipeline order, shim first. Raises ServeError."""

@@ -1,5 +1,6 @@
 """Ports of the services that `tokenwire serve` runs."""
 
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -7,14 +8,17 @@ from services.common.network.addresses import (
     LAST_PORT,
     METRICS_PORT_OFFSET,
     address,
+    listen,
     why_unusable,
 )
 from tokenwire.serving.serve_options import ServeError, ServeOptions, require_port
+from tokenwire.serving.service import Service
 
 __all__ = [
     "ModelPorts",
     "fixed_ports",
     "free_ports",
+    "listen_for_shims",
     "manager_ports",
     "require_free_ports",
     "shim_metrics_port",
@@ -106,3 +110,16 @@ def require_free_ports(ports: Iterable[tuple[str, str, int]]) -> None:
 
 def _replicas(first: int, count: int) -> Sequence[int]:
     return [first + _REPLICA_PORTS * number for number in range(count)]
+
+
+def listen_for_shims(options: ServeOptions, services: Iterable[Service]) -> list[socket.socket]:
+    """Return a socket for each shim, among which the kernel divides the connections.
+
+    Raises ServeError.
+    """
+    shims = [service for service in services if service.name == "http_shim"]
+    try:
+        return [listen(options.host, options.port, is_shared=len(shims) > 1) for _ in shims]
+    except OSError as error:
+        place = address(options.host, options.port)
+        raise ServeError(f"Can't use the HTTP port {place}: {error.strerror}.") from None

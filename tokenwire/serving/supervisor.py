@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.common.host_memory import free_host_memory
 from services.common.model_files.catalog_file import write_catalog
-from services.common.model_files.checkpoint_folder import served_name
-from services.common.network.addresses import address, listen, reachable
 from services.common.network.health import until_idle
 from services.common.temporary_folder import TemporaryFolder, remove_abandoned
 from tokenwire.errors import ServiceError
 from tokenwire.serving.announcements import (
+    note_server,
     note_uses,
     print_models,
     print_shims,
@@ -30,14 +29,7 @@ from tokenwire.serving.announcements import (
 from tokenwire.serving.load_plan import Room
 from tokenwire.serving.managed_model import has_on_demand, on_demand_models
 from tokenwire.serving.packed_folder import packed_folder, trim
-from tokenwire.serving.running_servers import (
-    STARTED_BY,
-    RunningServer,
-    boot_id,
-    process_start,
-    register,
-    unregister,
-)
+from tokenwire.serving.running_servers import unregister
 from tokenwire.serving.serve_options import ServeError, ServeOptions
 from tokenwire.serving.served_catalog import ServedCatalog
 from tokenwire.serving.service import Service
@@ -48,11 +40,14 @@ from tokenwire.serving.spare_processes import SpareProcesses
 from tokenwire.serving.stack_layout import (
     CatalogPlan,
     edge_of_catalog,
-    embedded_checkpoint,
     plan,
     plan_catalog,
 )
-from tokenwire.serving.stack_ports import manager_ports, require_free_ports
+from tokenwire.serving.stack_ports import (
+    listen_for_shims,
+    manager_ports,
+    require_free_ports,
+)
 from tokenwire.serving.start_check import check_services, needed_memory
 from tokenwire.serving.stop_signals import StopSignals
 
@@ -168,9 +163,9 @@ class _Stack:
         services = plan(self._options)
         self._require_free_ports(services)
         check_services(services)
-        self._listeners = _listen(self._options, services)
+        self._listeners = listen_for_shims(self._options, services)
         await self._start(self._processes, services)
-        await self._while_alive(until_ready(services, f"{self._url}/ready"))
+        await self._while_alive(until_ready(services, f"{self._options.url}/ready"))
         self._announce()
         if self._options.model is None:
             report_next_command()
@@ -182,16 +177,16 @@ class _Stack:
         has_demand = self._options.models is not None or has_on_demand(current)
         edge = edge_of_catalog(self._options, resolved, has_manager=has_demand)
         self._require_free_ports(edge)
-        self._listeners = _listen(self._options, edge)
+        self._listeners = listen_for_shims(self._options, edge)
         write_catalog(resolved, current.models)
-        backend = _lasting_services(current)
+        backend = current.lasting_services
         check_services([*edge, *backend])
         self._catalog = ServedCatalog(resolved, current)
         if has_demand:
             await self._start_manager(current)
         await self._start(self._processes, [*edge, *backend])
         probe = "ready" if backend else "health"  # remote backends may start later
-        await self._while_alive(until_ready([*edge, *backend], f"{self._url}/{probe}"))
+        await self._while_alive(until_ready([*edge, *backend], f"{self._options.url}/{probe}"))
         self._serving.update(self._processes)
         if current.first and self._manager is not None:
             await self._while_alive(self._load_first(self._manager, current.first))
@@ -203,12 +198,6 @@ class _Stack:
             await self._while_alive(self._reload_wanted.wait())
             self._reload_wanted.clear()
             await self._while_alive(self._reload())
-
-    @property
-    def _url(self) -> str:
-        """URL of the HTTP server."""
-        place = address(reachable(self._options.host), self._options.port)
-        return f"{self._options.scheme}://{place}"
 
     def _require_free_ports(self, services: Iterable[Service]) -> None:
         """Raise ServeError for a port of the services or the manager that is in use."""
@@ -381,48 +370,12 @@ class _Stack:
         self._stderr_log.release()
         self._serving.update(self._processes)
         seconds = time.monotonic() - self._began
-        self._note_server()
-        print(f"Tokenwire serves {self._url} (up in {seconds:.1f} s)", flush=True)
         services = [process.service for process in self._processes]
+        plan = None if self._catalog is None else self._catalog.plan
+        note_server(self._options, services, plan, has_manager=self._manager is not None)
+        print(f"Tokenwire serves {self._options.url} (up in {seconds:.1f} s)", flush=True)
         print_shims(services)
         note_uses(services)
-
-    def _note_server(self) -> None:
-        """Note this server for `tokenwire run`, `ps` and `stop` of the same user."""
-        jobs = next((each for each in self._processes if each.service.name == "jobs"), None)
-        pid = os.getpid()
-        server = RunningServer(
-            pid=pid,
-            start=process_start(pid) or 0,
-            boot=boot_id(),
-            url=self._url,
-            jobs="" if jobs is None else jobs.service.target,
-            manager="" if self._manager is None else self._options.manager_target,
-            targets=self._targets(),
-            since=time.time(),
-            is_background=os.environ.get(STARTED_BY) == "run",
-            has_keys=self._options.keys is not None,
-        )
-        try:
-            register(server)
-        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-            report(f"`tokenwire ps` can't show this server: {error}")
-
-    def _targets(self) -> dict[str, str]:
-        """Return a tokenizer service of each model that is always loaded, by its names."""
-        if self._catalog is None:
-            served = self._options.model or embedded_checkpoint()
-            name = self._options.model_id or served_name(served)
-            tokenizer = next(
-                each.service for each in self._processes if each.service.name == "tokenizer"
-            )
-            return {name: tokenizer.target}
-        return {
-            name: row.target.partition(",")[0]
-            for row in self._catalog.plan.models
-            if row.target and not row.on_demand
-            for name in row.names
-        }
 
     async def _reload(self) -> None:
         """Serve the catalog as it is now; one that can't be served changes nothing."""
@@ -432,8 +385,8 @@ class _Stack:
             wanted = await asyncio.to_thread(plan_catalog, self._options, current)
             if has_on_demand(wanted) and self._manager is None:
                 raise ServeError("The catalog had no model on demand at the start: start again.")
-            lasting = _lasting_services(current)
-            added = [each for each in _lasting_services(wanted) if each not in lasting]
+            lasting = current.lasting_services
+            added = [each for each in wanted.lasting_services if each not in lasting]
             check_services(added)
             await self._add(added)
         except ServeError as error:
@@ -539,19 +492,3 @@ class _Stack:
 
     async def end(self, services: Sequence[Service], *, at_once: bool) -> None:
         await self._remove(services, at_once=at_once)
-
-
-def _listen(options: ServeOptions, services: Iterable[Service]) -> list[socket.socket]:
-    """Return a socket for each shim, among which the kernel divides the connections."""
-    shims = [service for service in services if service.name == "http_shim"]
-    try:
-        return [listen(options.host, options.port, is_shared=len(shims) > 1) for _ in shims]
-    except OSError as error:
-        place = address(options.host, options.port)
-        raise ServeError(f"Can't use the HTTP port {place}: {error.strerror}.") from None
-
-
-def _lasting_services(plan: CatalogPlan) -> list[Service]:
-    """Return the services that run all the time."""
-    everything = [service for services in plan.services.values() for service in services]
-    return [service for service in everything if not service.on_demand]

@@ -18,7 +18,6 @@ from services.common.contract import MAX_SEQUENCES
 from services.common.errors import draining_error, internal_error
 from services.common.logging import request_fields
 from services.common.model_files.checkpoint_folder import served_name
-from services.common.peers.targets import parse_targets, warn_of_clear_text
 from services.common.settings import StartupError
 from services.common.sharing.shares import Shares
 from services.engine.checked_request import CheckedRequest
@@ -58,7 +57,6 @@ from services.engine.messages import (
     StepOutput,
     Token,
 )
-from services.engine.model.checkpoint.fingerprint import tokenizer_fingerprint
 from services.engine.model_description import GenerationDefaults, ModelDescription
 from services.engine.settings import EngineSettings, parse_bytes
 from tokenwire.errors import ServiceError, invalid
@@ -132,21 +130,12 @@ class Frontend:
         self.notify()  # watchers of the load must learn the number of blocks
         self.adapters.add_tasks(model.tasks, str(settings.model), model.weights_fingerprint)
         await self._load_adapters()
-        if settings.grammar:
-            targets = parse_targets(settings.grammar, "--grammar")
-            warn_of_clear_text(targets, settings)
-            self._matchers = Matchers(
-                targets,
-                vocabulary_size=model.vocabulary_size,
-                eos_token_ids=model.eos_token_ids,
-                on_masks=lambda masks: self._loop.send(SetMasks(masks)),
-                on_failed=lambda handle, error: self._fail(handle, error, "failed"),
-                fingerprint=tokenizer_fingerprint(settings.model),
-                lost_seconds=settings.lost_seconds,
-                wait_seconds=settings.grammar_wait,
-                tls=settings.peer_tls,
-                token=settings.peer_token,
-            )
+        self._matchers = Matchers.start_for(
+            settings,
+            model,
+            on_masks=lambda masks: self._loop.send(SetMasks(masks)),
+            on_failed=lambda handle, error: self._fail(handle, error, "failed"),
+        )
 
     async def _load_adapters(self) -> None:
         for name, path in parse_adapters(self._settings.adapters).items():

@@ -17,6 +17,7 @@ import grpc
 from services.common.errors import internal_error
 from services.common.peers.losses import Losses
 from services.common.peers.peer import ChannelSettings, Peer
+from services.common.peers.targets import parse_targets, warn_of_clear_text
 from services.engine.frontend.grammar_link import GrammarLink
 from services.engine.frontend.grammar_pool import GrammarPool
 from services.engine.frontend.mask_stream import (
@@ -27,6 +28,9 @@ from services.engine.frontend.mask_stream import (
 )
 from services.engine.frontend.metrics import MOVED_MATCHERS
 from services.engine.messages import DraftTokens, Mask, Token
+from services.engine.model.checkpoint.fingerprint import tokenizer_fingerprint
+from services.engine.model_description import ModelDescription
+from services.engine.settings import EngineSettings
 from tokenwire.channel_options import LOST_SECONDS
 from tokenwire.errors import ServiceError
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
@@ -130,6 +134,35 @@ class Matchers:
         """Running compilations for waiting matchers, by grammar id"""
         channels = ChannelSettings(lost_seconds, tls, token)
         self._pool = GrammarPool(targets, channels, self._open_link, self._on_leaving)
+
+    @classmethod
+    def start_for(
+        cls,
+        settings: EngineSettings,
+        model: ModelDescription,
+        on_masks: Callable[[Sequence[Mask]], None],
+        on_failed: Callable[[int, ServiceError], None],
+    ) -> "Matchers | None":
+        """Return the matchers of a loaded model, or None if the engine has no grammar service.
+
+        Raises StartupError for targets that are none.
+        """
+        if not settings.grammar:
+            return None
+        targets = parse_targets(settings.grammar, "--grammar")
+        warn_of_clear_text(targets, settings)
+        return cls(
+            targets,
+            vocabulary_size=model.vocabulary_size,
+            eos_token_ids=model.eos_token_ids,
+            on_masks=on_masks,
+            on_failed=on_failed,
+            fingerprint=tokenizer_fingerprint(settings.model),
+            lost_seconds=settings.lost_seconds,
+            wait_seconds=settings.grammar_wait,
+            tls=settings.peer_tls,
+            token=settings.peer_token,
+        )
 
     async def compile(self, spec: GrammarSpec, tenant: str = "") -> CompiledGrammar:
         """Compile a tenant's grammar at the service that should have its sequences.
