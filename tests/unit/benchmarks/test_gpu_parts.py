@@ -1,6 +1,7 @@
 """Every part of the GPU check, on the CPU in tiny sizes: a mistake must not waste a loan."""
 
 import os
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.plan import PARTS, Part
+from tests.unit.engine.interpreter import quick_kernels
 
 pytestmark = pytest.mark.skipif(
     "TRITON_INTERPRET" not in os.environ, reason="a GPU runs the kernels compiled"
@@ -20,6 +22,12 @@ FUNCTIONS: dict[str, Part] = {}
 for each in PARTS:
     if each.name not in ON_A_CARD:
         FUNCTIONS.setdefault(each.function, each)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    with quick_kernels():
+        yield
 
 
 @pytest.fixture(scope="module")
