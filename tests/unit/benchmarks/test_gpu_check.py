@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.plan import PARTS, Part, choose
-from benchmarks.gpu.report import Outcome, settled_parts
+from benchmarks.gpu.report import Outcome, PartResult, Report, settled_parts
 from benchmarks.gpu.session import Limits, Session
 
 HERE = "tests.unit.benchmarks.gpu_example_parts"
@@ -44,53 +44,101 @@ def saved(folder: Path) -> dict[str, Any]:
     return content
 
 
-def test_part_that_fails_or_ends_its_process_does_not_end_the_check(tmp_path: Path) -> None:
-    parts = [part("fail"), part("die"), part("lack"), part("exceed"), part("count", to=2)]
-    report = session(tmp_path, parts).run()
-    failed, died, lacking, exceeding, counted = report.parts
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+    """Report of a check in which parts end in every way, and its folder.
+
+    One check has them all, because each of its processes imports torch.
+    """
+    folder = tmp_path_factory.mktemp("check")
+    quick = 60.0  # seconds that no part takes, however slow the machine
+    parts = [
+        part("fail", quick),
+        part("die", quick),
+        part("lack", quick),
+        part("exceed", quick),
+        part("count", quick, name="before", to=2),
+        part("hang"),
+        part("count", quick, name="after", to=1),
+        part("count", quick, name="beside", to=1),
+        Part("alone", f"{HERE}:count", quick, "Why?", {"to": 1}, is_alone=True),
+        part("count", 1e6, name="long", to=1),
+        part("count", quick, name="last", to=1),
+    ]
+    return session(folder, parts, least=1.0, total=600.0, has_estimates=True).run(), folder
+
+
+@pytest.fixture(scope="module")
+def parts(checked: tuple[Report, Path]) -> dict[str, PartResult]:
+    """Results of the check's parts by name."""
+    return {each.name: each for each in checked[0].parts}
+
+
+def process_of(result: PartResult) -> object:
+    return result.rows[0]["process"]
+
+
+def test_part_that_fails_or_ends_its_process_does_not_end_the_check(
+    checked: tuple[Report, Path], parts: dict[str, PartResult]
+) -> None:
+    report, folder = checked
+    failed, died = parts["fail"], parts["die"]
     assert failed.outcome is Outcome.FAILED
     assert 'ArithmeticError("no such product")' in failed.failure
     assert failed.rows == [{"number": 0}]
     assert died.outcome is Outcome.DIED
     assert died.failure.startswith("exit code 7")
     assert "out of memory" in died.failure
-    assert lacking.outcome is Outcome.LEFT_OUT
-    assert lacking.failure == "there is no second card"
+    assert parts["lack"].outcome is Outcome.LEFT_OUT
+    assert parts["lack"].failure == "there is no second card"
+    exceeding, counted = parts["exceed"], parts["before"]
     assert [exceeding.outcome, counted.outcome] == [Outcome.RAN, Outcome.RAN]
     assert [exceeding.is_good, counted.is_good, report.is_good] == [False, True, False]
     assert [row["number"] for row in counted.rows] == [0, 1]
-    assert [each["outcome"] for each in saved(tmp_path)["parts"]] == [
-        *("failed", "died", "left out", "ran", "ran")
+    assert [each["outcome"] for each in saved(folder)["parts"]] == [
+        *("failed", "died", "left out", "ran", "ran", "hung", "ran", "ran", "ran"),
+        *("left out", "ran"),
     ]
 
 
-def test_part_that_hangs_is_ended_and_the_report_says_where_it_was(tmp_path: Path) -> None:
-    parts = [part("count", to=1), part("hang"), part("count", name="again", to=1)]
-    report = session(tmp_path, parts, least=1.0).run()
-    before, hung, after = report.parts
+def test_part_that_hangs_is_ended_and_the_report_says_where_it_was(
+    parts: dict[str, PartResult],
+) -> None:
+    hung, after = parts["hang"], parts["after"]
     assert hung.outcome is Outcome.HUNG
     assert "wait_for_ever" in hung.failure
     assert hung.rows == [{"number": 0}]
     assert after.outcome is Outcome.RAN
-    assert after.rows[0]["process"] != before.rows[0]["process"]
+    assert process_of(after) != process_of(parts["before"])
 
 
-def test_parts_share_a_process_unless_one_is_alone(tmp_path: Path) -> None:
+def test_parts_share_a_process_unless_one_is_alone(parts: dict[str, PartResult]) -> None:
     """The import of torch takes seconds; a peer changes what other parts rely on."""
-    names = [part("count", name=name, to=1) for name in "abcd"]
-    alone = Part("alone", f"{HERE}:count", 1.0, "Why?", {"to": 1}, is_alone=True)
-    report = session(tmp_path, [*names[:2], alone, *names[2:]]).run()
-    processes = [each.rows[0]["process"] for each in report.parts]
-    assert processes[0] == processes[1]
-    assert processes[3] == processes[4]
-    assert len(set(processes)) == 3
+    after, beside, alone, last = (
+        process_of(parts[name]) for name in ("after", "beside", "alone", "last")
+    )
+    assert after == beside
+    assert len({after, alone, last}) == 3
 
 
-def test_part_without_enough_time_is_left_out_and_a_shorter_one_runs(tmp_path: Path) -> None:
-    parts = [part("count", 400.0, name="long", to=1), part("count", 1.0, name="short", to=1)]
-    report = session(tmp_path, parts, has_estimates=True).run()
-    assert [each.outcome for each in report.parts] == [Outcome.LEFT_OUT, Outcome.RAN]
-    assert report.parts[0].failure.startswith("takes about 400 s; ")
+def test_part_without_enough_time_is_left_out_and_a_shorter_one_runs(
+    parts: dict[str, PartResult],
+) -> None:
+    assert [parts[name].outcome for name in ("long", "last")] == [Outcome.LEFT_OUT, Outcome.RAN]
+    assert parts["long"].failure.startswith("takes about 1000000 s; ")
+
+
+def test_what_passed_is_known_from_a_report(checked: tuple[Report, Path]) -> None:
+    """A second loan goes on where the first one ended."""
+    (file,) = checked[1].glob("gpu-*.json")
+    assert settled_parts(file) == {"before", "after", "beside", "alone", "last"}
+
+
+def test_report_names_the_machine_and_the_commit(checked: tuple[Report, Path]) -> None:
+    report, _ = checked
+    assert report.machine["device"] == "CPU"
+    assert {"python", "torch", "triton"} <= set(report.machine)
+    assert report.commit
 
 
 def test_check_without_time_leaves_all_parts_out(tmp_path: Path) -> None:
@@ -137,21 +185,6 @@ def test_check_on_a_machine_without_a_card_says_so(tmp_path: Path) -> None:
         session_.run()
     (left_out,) = saved(tmp_path)["parts"]
     assert left_out["failure"] == "torch finds no CUDA device; --dry needs none"
-
-
-def test_what_passed_is_known_from_a_report(tmp_path: Path) -> None:
-    """A second loan goes on where the first one ended."""
-    parts = [part("fail"), part("exceed"), part("lack"), part("count", to=1)]
-    session(tmp_path, parts).run()
-    (file,) = tmp_path.glob("gpu-*.json")
-    assert settled_parts(file) == {"count"}
-
-
-def test_report_names_the_machine_and_the_commit(tmp_path: Path) -> None:
-    report = session(tmp_path, [part("count", to=1)]).run()
-    assert report.machine["device"] == "CPU"
-    assert {"python", "torch", "triton"} <= set(report.machine)
-    assert report.commit
 
 
 def test_parts_are_chosen_by_name() -> None:
