@@ -55,7 +55,7 @@ class _Load:
 def measure_delivery(context: Context, model: str) -> Rows:
     """Yield output tokens/s along each path by number of streams, and the CPU of each service.
 
-    model: a name of LLAMAS. The services have their defaults. The second of two runs counts.
+    model: a name of LLAMAS. The services have their defaults. On a card the second run counts.
     """
     path = llama(context, model, eos_token_id=0)  # grammars need a token that ends a text
     add_tokenizer(path)
@@ -75,7 +75,8 @@ def measure_delivery(context: Context, model: str) -> Rows:
         }
         for load in loads:
             for name, way in ways.items():
-                _at_once(way, load, "warm")
+                if context.on_gpu:
+                    _at_once(way, load, "warm")
                 before = tree.by_service()
                 rate = _at_once(way, load, "measured")
                 share = rate / rates[load]
