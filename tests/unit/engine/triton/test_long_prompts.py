@@ -20,6 +20,7 @@ from tests.unit.engine.specs import one_layer
 prompts = pytest.importorskip("services.engine.model.attention.long_prompts")
 kernels = pytest.importorskip("services.engine.model.attention.prompt_kernels")
 fp8_pages = pytest.importorskip("services.engine.model.attention.fp8_pages")
+fp8_rows = pytest.importorskip("tests.unit.engine.triton.fp8_rows")
 wide = pytest.importorskip("services.engine.model.attention.wide_kernel")
 chunks = pytest.importorskip("services.engine.model.attention.prompt_chunk")
 
@@ -152,8 +153,9 @@ def test_merged_pieces_of_fp8_pages_equal_the_whole(prefix: int) -> None:
 
 def in_fp8(chunk: Any) -> Any:
     """Return a chunk whose pages are in FP8."""
-    pages = (each.nan_to_num() for each in (chunk.key_pages, chunk.value_pages))
-    key_pages, value_pages = fp8_pages.rounded_pages(*pages)
+    key_pages, value_pages = (
+        fp8_rows.packed_pages(each.nan_to_num()) for each in (chunk.key_pages, chunk.value_pages)
+    )
     return replace(chunk, key_pages=key_pages, value_pages=value_pages)
 
 
