@@ -88,16 +88,17 @@ def products(
     return made
 
 
-@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize(
-    ("count", "inputs"), [(1, INPUTS), (21, INPUTS), (21, MANY_INPUTS), (300, MANY_INPUTS)]
-)
-@pytest.mark.parametrize(
-    ("dtype", "out_dtype"),
+    ("count", "inputs", "staged", "dtype", "out_dtype"),
     [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
+        (1, INPUTS, False, torch.float32, torch.float32),
+        (1, INPUTS, True, torch.bfloat16, torch.bfloat16),
+        (21, INPUTS, True, torch.float32, torch.float32),
+        (21, INPUTS, False, torch.bfloat16, torch.float32),
+        (21, MANY_INPUTS, False, torch.bfloat16, torch.bfloat16),
+        (21, MANY_INPUTS, True, torch.float32, torch.float32),
+        (270, MANY_INPUTS, False, torch.float32, torch.float32),
+        (270, MANY_INPUTS, True, torch.bfloat16, torch.float32),
     ],
 )
 def test_rows_of_several_adapters_equal_torchs(
