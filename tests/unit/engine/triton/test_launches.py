@@ -38,7 +38,7 @@ def second_layer(decoder: Model, context: int) -> list[str]:
     """Return the launches of a decode step between the cache writes of the first two layers."""
     sequences = [random_tokens(context + 1, seed) for seed in range(2)]
     driver = Driver(decoder, sequences, block_size=PAGE)
-    driver.step([(0, context), (1, context)])
+    driver.advance([(0, context), (1, context)])  # what the pages hold changes no launch
     batch, counter = driver.batch([(0, 1), (1, 1)]), launches.Launches()
     with counter.counted():
         decoder.compute(batch, driver.cache)
