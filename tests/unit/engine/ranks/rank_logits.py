@@ -178,7 +178,7 @@ def _sequences() -> list[Tensor]:
 def drive(driver: Driver) -> list[Tensor]:
     """Return logits at most positions: prefilled at once, in chunks, and decoded."""
     driver.step([(0, TOKENS)])
-    driver.step([(1, 53), (2, 17)], kept=[1, 9])
+    driver.step([(1, 56), (2, 17)], kept=[1, 9])
     driver.step([(1, 1), (2, 30)])
     while len(driver.logits[1]) < TOKENS:
         driver.step([(1, 1), (2, 1)] if len(driver.logits[2]) < TOKENS else [(1, 1)])
