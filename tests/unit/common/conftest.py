@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-LINES = 40_000
+LINES = 10_000
 """Different lines"""
+CODE = 7_500
+"""Those of code and prose"""
 
 
 @pytest.fixture(scope="session")
@@ -20,9 +22,9 @@ def corpus() -> list[str]:
     for file in files:
         text = file.read_text(encoding="utf-8", errors="replace")
         code |= dict.fromkeys(text.splitlines(keepends=True))
-        if len(code) > LINES - 10_000:
+        if len(code) > CODE:
             break
-    lines = [*code]
+    lines = [*code][:CODE]
     letters = [
         chr(code)
         for code in (*range(0x20, 0x2000), *range(0x3040, 0x9FFF, 7), *range(0x1F300, 0x1F6FF))

@@ -1,4 +1,4 @@
-"""Tokenizers without tokenizer.json: the ids of the library that made them, on 40,000 lines."""
+"""Tokenizers without tokenizer.json: the ids of the library that made them, on 10,000 lines."""
 
 import base64
 import io
@@ -44,7 +44,7 @@ def sentencepiece_model(corpus: Sequence[str], **options: Any) -> bytes:
         "character_coverage": 0.99,
     }
     SentencePieceTrainer.train(
-        sentence_iterator=iter(corpus[::20]),
+        sentence_iterator=iter(corpus[::10]),
         model_writer=model,
         vocab_size=2000,
         minloglevel=2,
@@ -73,7 +73,7 @@ def ranks_of(corpus: Sequence[str]) -> list[bytes]:
     trainer = trainers.BpeTrainer(
         vocab_size=2000, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
-    trained.train_from_iterator(corpus[::20], trainer)
+    trained.train_from_iterator(corpus[::10], trainer)
     letters = {
         letter: byte for byte, letter in enumerate(byte_texts(bytes([i]) for i in range(256)))
     }
@@ -196,7 +196,7 @@ def test_unigram_ids_equal_the_originals(
             assert scores[0] == pytest.approx(scores[1], rel=1e-6), (text, found, expected)
             assert text_of(vocabulary, found) == text_of(vocabulary, expected)
     assert others < len(texts) / 50
-    for text in texts[:: len(texts) // 500]:
+    for text in texts[: -len(ways) : 5]:
         # sentencepiece writes unknown characters as " ⁇ "
         if original.unk_id() not in (ids := original.encode(text)):
             assert text_of(vocabulary, ids) == original.decode(ids)
