@@ -35,6 +35,7 @@ from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
 from services.engine.model.mixers import native_latent_attention
 from services.engine.model.mixers.attention import AttentionMixer
+from services.engine.model.model import Model
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.driver import Driver, keep_last, random_tokens
 from tests.unit.engine.checkpoints.files import (
@@ -59,12 +60,19 @@ TOKENS = 75
 
 
 class Reference:
-    """A checkpoint, and the logits that transformers computes with it, once for each sequence."""
+    """A checkpoint, its decoders, and the logits that transformers computes with it, each once."""
 
     def __init__(self, path: Path, model: PreTrainedModel) -> None:
-        self.path = path
+        self._path = path
         self._model = model
+        self._decoders: dict[str, Model] = {}
         self._logits: dict[bytes, Tensor] = {}
+
+    def decoder(self, backend: str) -> Model:
+        """Return the decoder of a `backend` that the fixture has set."""
+        if backend not in self._decoders:
+            self._decoders[backend] = load_model(self._path, torch.float32)
+        return self._decoders[backend]
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [tokens, vocabulary] of a sequence."""
@@ -83,48 +91,47 @@ def reference(
 
 
 @pytest.fixture(params=["torch", "native"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test without the kernels and with them."""
-    if request.param == "torch":
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test without the kernels and with them. Return which of both."""
+    name = cast(str, request.param)
+    if name == "torch":
         monkeypatch.setattr(services.engine.model.loader, "native", None)
         monkeypatch.setattr(services.engine.model.attention, "native", None)
         monkeypatch.setattr(native_latent_attention, "native", None)
     elif instruction_set() is None:
         pytest.skip("the kernels were not built")
+    return name
 
 
 def assert_equal(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.usefixtures("backend")
-def test_logits_equal_those_of_transformers(reference: Reference) -> None:
+def test_logits_equal_those_of_transformers(reference: Reference, backend: str) -> None:
     """Prefill at once, in odd chunks, by token, and after a cached prefix, in mixed batches."""
-    decoder = load_model(reference.path, torch.float32)
     sequences = [random_tokens(TOKENS, seed) for seed in range(4)]
     sequences.append(torch.cat((sequences[0][:40], sequences[1][40:])))
     expected = [reference.logits(tokens) for tokens in sequences]
-    driver = Driver(decoder, sequences, block_size=16)
+    driver = Driver(reference.decoder(backend), sequences, block_size=16)
     driver.step([(0, TOKENS)])  # at once
     driver.share(4, 0, 40)
     driver.step([(1, 40), (2, 1)])  # a prompt chunk of one token comes last
-    driver.step([(2, 1), (1, 18), (3, 19)])
-    for _ in range(8):  # decodes beside a prompt chunk, of sequence 1 over its 64th token
+    driver.step([(2, 1), (1, 22), (3, 23)])
+    for _ in range(4):  # decodes beside a prompt chunk, of sequence 1 over its 64th token
         driver.step([(1, 1), (2, 1), (3, 1), (4, 5)])
-    driver.step([(2, 1), (1, 9), (3, 48), (4, 3)])
-    driver.step([(2, 16)])
-    for _ in range(10):  # decodes alone, over the 32nd token
+    driver.step([(2, 1), (1, 9), (3, 48), (4, 23)])
+    driver.step([(2, 22)])
+    for _ in range(5):  # decodes alone, over the 32nd token
         driver.step([(2, 1)])
     driver.step([(2, TOKENS - len(driver.logits[2]))])
     for ours, theirs in zip(driver.logits, expected, strict=True):
         assert_equal(ours, theirs)
 
 
-@pytest.mark.usefixtures("backend")
-def test_omitted_rows_leave_the_other_logits_unchanged(reference: Reference) -> None:
+def test_omitted_rows_leave_the_other_logits_unchanged(reference: Reference, backend: str) -> None:
     """A prompt's last logits and all later ones don't need the logits of its other tokens."""
     sequences = [random_tokens(TOKENS, seed) for seed in range(4)]
-    driver = Driver(load_model(reference.path, torch.float32), sequences, block_size=16)
+    driver = Driver(reference.decoder(backend), sequences, block_size=16)
     driver.step([(0, TOKENS)], kept=[1])
     driver.step([(1, 30), (2, 1)], kept=[3, 1])
     driver.step([(2, 1), (1, 20), (3, 40)], kept=[1, 1, 40])

@@ -2,6 +2,8 @@
 
 import copy
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 from unittest.mock import patch
@@ -13,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["layers_of", "make_adapter", "make_separate_adapter"]
+__all__ = ["AdaptedModel", "layers_of", "make_adapter", "make_separate_adapter"]
 
 _ELSEWHERE = "vision|visual|connector|projector|lm_head|_coefs|shared_transf"
 _REFUSED: dict[str, tuple[str, ...]] = {
@@ -46,18 +48,47 @@ def make_adapter(
     model: PreTrainedModel, folder: Path, seed: int, rank: int = 4, **settings: object
 ) -> PreTrainedModel:
     """Save a random adapter, of all layers unless told otherwise; return the merged model."""
-    torch.manual_seed(seed)
-    settings = {"target_modules": layers_of(model), "lora_alpha": 6.0} | settings
-    config = LoraConfig(r=rank, init_lora_weights=False, **settings)  # type: ignore[arg-type]
-    adapted = get_peft_model(copy.deepcopy(model), config)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=0.1)
-    with patch.object(PeftModel, "create_or_update_model_card"):  # half of the time of a save
-        adapted.save_pretrained(str(folder))
-    merged = cast(PreTrainedModel, adapted.merge_and_unload())
-    merged.train(False)
-    return merged
+    adapted = AdaptedModel(copy.deepcopy(model), rank, **settings)
+    adapted.make(folder, seed)
+    return adapted.merge()
+
+
+class AdaptedModel:
+    """A model that PEFT has given the layers of an adapter, for several adapters in turn.
+
+    It changes the model it is given. rank and settings: those of `make_adapter`.
+    """
+
+    def __init__(self, model: PreTrainedModel, rank: int = 4, **settings: object) -> None:
+        settings = {"target_modules": layers_of(model), "lora_alpha": 6.0} | settings
+        config = LoraConfig(r=rank, init_lora_weights=False, **settings)  # type: ignore[arg-type]
+        self._model = cast(PeftModel, get_peft_model(model, config))
+        model.train(False)
+
+    def make(self, folder: Path, seed: int) -> None:
+        """Save a random adapter."""
+        torch.manual_seed(seed)
+        for name, parameter in self._model.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(parameter, std=0.1)
+        with patch.object(PeftModel, "create_or_update_model_card"):  # half of the time of a save
+            self._model.save_pretrained(str(folder))
+
+    @contextmanager
+    def merged(self) -> Iterator[PreTrainedModel]:
+        """Yield the model, whose weights contain the latest adapter meanwhile."""
+        weights = {name: each.data.clone() for name, each in self._model.named_parameters()}
+        self._model.merge_adapter()
+        yield self._model.get_base_model()
+        self._model.unmerge_adapter()
+        for name, parameter in self._model.named_parameters():  # a difference would be rounded
+            parameter.data.copy_(weights[name])
+
+    def merge(self) -> PreTrainedModel:
+        """Return the model, whose weights contain the latest adapter from now on."""
+        merged = cast(PreTrainedModel, self._model.merge_and_unload())
+        merged.train(False)
+        return merged
 
 
 def make_separate_adapter(

@@ -1,6 +1,7 @@
 """All attention backends agree with the definition in float64."""
 
 import dataclasses
+import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +89,10 @@ OLDER = {
     "avx512": InstructionSet.AVX512,
 }
 """Backend kinds with the kernels of other machines"""
+
+
+EXPECTED: dict[bytes, Tensor] = {}
+"""Attention of cases by its definition, by a digest of their inputs"""
 
 
 class Case:
@@ -219,11 +224,21 @@ class Case:
         return (to_rows(out) if self.tiled else out)[:rows].float()
 
     def expected(self, rounded: Callable[[Tensor], Tensor] = lambda heads: heads) -> Tensor:
-        """Return attention by its definition, in float64.
+        """Return attention by its definition, in float64. Equal cases compute it once.
 
         rounded: returns the keys or values that a cache holds.
         """
-        keys_held, values_held = ([rounded(each) for each in p] for p in (self.keys, self.values))
+        keys, values = ([rounded(each) for each in p] for p in (self.keys, self.values))
+        digest = hashlib.sha256(repr((self.spec, self.images)).encode())
+        sinks = [] if self.sinks is None else [self.sinks]
+        for tensor in (*self.queries, *keys, *values, *sinks):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        known = digest.digest()
+        if known not in EXPECTED:
+            EXPECTED[known] = self._define(keys, values)
+        return EXPECTED[known]
+
+    def _define(self, keys_held: list[Tensor], values_held: list[Tensor]) -> Tensor:
         spec, window, sinks = self.spec, self.spec.window, self.sinks
         rows = []
         for (length, context), image, q, k, v in zip(
