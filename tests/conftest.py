@@ -47,14 +47,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the files whose tests wait for services over the whole run, by their share of it.
 
     Processes that run the tests take the files in this order. Tests of units compute, and the
-    others mostly wait: side by side, they leave no core idle.
+    others mostly wait: side by side, they leave no core idle. Files of units take seconds, so they
+    come last: a file of a minute would keep one process busy after the others have ended.
     """
     places: dict[Path, float] = {}
     units = Path(__file__).parent / "unit"
     files = dict.fromkeys(item.path for item in items)
     for computes in (True, False):
         group = [file for file in files if file.is_relative_to(units) == computes]
-        places |= {file: place / len(group) for place, file in enumerate(group)}
+        end = 1 if computes else 0.9
+        places |= {file: end * place / len(group) for place, file in enumerate(group)}
     items.sort(key=lambda item: places[item.path])
 
 
