@@ -221,7 +221,7 @@ def served_stack(model: Path, logs: Path, *flags: str) -> Iterator[Stack]:
             "--grammar-port", str(grammar),
             "--jobs-port", str(jobs),
             "--dtype", "float32",
-            "--engine-args", "--kv-memory 512MiB",
+            "--engine-args", "--kv-memory 128MiB",
             "--ollama",
             "--log-dir", str(logs),
             *flags,

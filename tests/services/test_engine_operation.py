@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -127,87 +126,73 @@ async def test_flush_evicts_cached_prefixes(channel: grpc.aio.Channel) -> None:
     assert (await generate(channel, make_request(prompt)))[-1].completed.usage.cached_tokens == 0
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A request, handle 2, whose grammar a stopped service compiles."""
-
-    engine: RunningService
-    session: SessionClient
-
-
 @asynccontextmanager
-async def waiting_for_grammar(
-    model: Path, logs: Path, timeout_seconds: float | None = None
-) -> AsyncIterator[Waiting]:
+async def stopped_grammar(model: Path, logs: Path) -> AsyncIterator[RunningService]:
+    """Yield an engine that has compiled one grammar, at a service that has stopped since."""
     few = ("--model", str(model), "--dtype", "float32", "--kv-memory", "64MiB", "--grammar")
     async with (
         running_service("grammar", "--model", str(model), log=logs / "grammar") as grammar,
         running_service("engine", *few, grammar.target, log=logs / "engine") as engine,
         connect(engine.target) as channel,
     ):
-        session = SessionClient(channel)
-        request = make_request([1, 2], ignore_eos=False, grammar=GrammarSpec(regex="a"))
-        await session.send(start(1, request))
-        await session.until("completed", 1)
+        await generate(channel, constrained("a"))
         grammar.process.send_signal(signal.SIGSTOP)
         try:
-            request.grammar.regex = "b"
-            command = start(2, request)
-            command.start.request_id = "compiles"
-            if timeout_seconds is not None:
-                command.start.timeout_seconds = timeout_seconds
-            await session.send(command, start(3, make_request([1])))
-            await session.until("completed", 3)
-            yield Waiting(engine, session)
+            yield engine
         finally:
             grammar.process.send_signal(signal.SIGCONT)
-            session.call.cancel()
 
 
-async def test_request_ends_at_its_deadline_while_its_grammar_compiles(
-    embedded_model: Path, tmp_path: Path
-) -> None:
-    async with waiting_for_grammar(embedded_model, tmp_path, 0.5) as waiting:
-        error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
-        assert error.reason == "DEADLINE_EXCEEDED"
+def constrained(regex: str) -> engine_pb2.GenerateRequest:
+    return make_request([1, 2], ignore_eos=False, grammar=GrammarSpec(regex=regex))
 
 
-async def test_request_cancelled_while_its_grammar_compiles_is_counted(
-    embedded_model: Path, tmp_path: Path
-) -> None:
-    async with waiting_for_grammar(embedded_model, tmp_path) as waiting:
-        await waiting.session.send(SessionCommand(handle=2, cancel=SessionCancel()))
-        error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
-        assert error.reason == "CANCELLED"
-        assert await outcomes(waiting.engine) == {"ok": 2.0, "cancelled": 1.0}
-
-
-async def test_drain_and_abort_see_a_request_whose_grammar_compiles(
+async def test_request_whose_grammar_compiles_ends_at_its_deadline_or_if_it_is_cancelled_or_aborted(
     embedded_model: Path, tmp_path: Path
 ) -> None:
     """Without this, a drain loses the request, and an operator can't abort it."""
+    late, cancelled, aborted = (start(handle, constrained("b")) for handle in (1, 2, 3))
+    late.start.timeout_seconds = 0.5
+    aborted.start.request_id = "compiles"
     async with (
-        waiting_for_grammar(embedded_model, tmp_path) as waiting,
-        connect(waiting.engine.target) as channel,
+        stopped_grammar(embedded_model, tmp_path) as engine,
+        connect(engine.target) as channel,
     ):
-        control = EngineControlServiceStub(channel)
+        session, control = SessionClient(channel), EngineControlServiceStub(channel)
+        await session.send(late, cancelled, aborted, start(4, make_request([1])))
+        await session.until("completed", 4)
+
+        async def reason_of(handle: int) -> str | None:
+            return ServiceError.from_status((await session.until("error", handle)).error).reason
+
+        await session.send(SessionCommand(handle=2, cancel=SessionCancel()))
+        assert await reason_of(2) == "CANCELLED"
+        assert await reason_of(1) == "DEADLINE_EXCEEDED"
+        assert await outcomes(engine) == {"ok": 2.0, "cancelled": 1.0, "expired": 1.0}
         drain = engine_pb2.DrainRequest(timeout_seconds=0.1)
         assert (await control.Drain(drain)).remaining_requests == 1
         abort = engine_pb2.AbortRequest(request_ids=["compiles"])
         assert (await control.Abort(abort)).aborted == 1
-        error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
-        assert error.reason == "ABORTED"
+        assert await reason_of(3) == "ABORTED"
         assert (await control.Drain(drain)).remaining_requests == 0
+        session.call.cancel()
 
 
 async def test_request_whose_grammar_compiles_fails_with_engine_lost(
     embedded_model: Path, tmp_path: Path
 ) -> None:
     """With CANCELLED instead, the client would not retry."""
-    async with waiting_for_grammar(embedded_model, tmp_path) as waiting:
-        os.kill(loop_process(waiting.engine.process.pid), signal.SIGKILL)
-        error = ServiceError.from_status((await waiting.session.until("error", 2)).error)
+    async with (
+        stopped_grammar(embedded_model, tmp_path) as engine,
+        connect(engine.target) as channel,
+    ):
+        session = SessionClient(channel)
+        await session.send(start(1, constrained("b")), start(2, make_request([1])))
+        await session.until("completed", 2)
+        os.kill(loop_process(engine.process.pid), signal.SIGKILL)
+        error = ServiceError.from_status((await session.until("error", 1)).error)
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST")
+        session.call.cancel()
 
 
 async def test_abort_after_the_deadline_timer_reports_aborted(embedded_model: Path) -> None:
@@ -365,9 +350,6 @@ async def test_death_of_the_step_loop_fails_its_requests_and_ends_the_service(
         (("--model", "{model}", "--stall-seconds", "0"), "--stall-seconds must be between"),
         (("--model", "{model}", "--kv-memory", "lots"), "not an amount of memory"),
         (("--model", "{model}", "--kv-memory", "900GiB"), "iB of memory are missing"),
-        (("--model", "{model}", "--max-running", "2000000000"), "iB of memory are missing"),
-        (("--model", "{model}", "--max-step-tokens", "2000000000"), "iB of memory are missing"),
-        (("--model", "{model}", "--kv-memory", "1"), "less than one block"),
         (("--model", "{model}", "--mixed-step-factor", "nan"), "--mixed-step-factor"),
         (("--model", "{model}", "--threads", "-1"), "--threads must be between 0"),
         (("--model", "{model}", "--device", "cuda"), "CUDA"),

@@ -53,6 +53,8 @@ class Replica:
     engine: MortalEngine
     tokenizer: str
     """host:port"""
+    log: Path
+    """File of the tokenizer service's stderr"""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -65,7 +67,7 @@ async def replica(
         mortal_engine(embedded_model) as engine,
         running_service("tokenizer", *arguments, engine.target, log=log) as service,
     ):
-        yield Replica(engine, service.target)
+        yield Replica(engine, service.target, log)
 
 
 async def test_stream_survives_repeated_losses_of_the_engine(replica: Replica) -> None:
@@ -76,7 +78,7 @@ async def test_stream_survives_repeated_losses_of_the_engine(replica: Replica) -
     engine = replica.engine
     async with Client(replica.tokenizer) as client, connect(replica.tokenizer) as channel:
         calm = await client.generate("import", max_tokens=TOKENS, **ASKED)
-        losses = [engine.kill_loop, engine.kill, engine.kill_loop, engine.kill, engine.kill]
+        losses = [engine.kill, engine.kill_loop, engine.kill]
         asked = {"max_tokens": TOKENS, **ASKED}
         start = text_start("import", asked, completion.DELIVERY_DELTAS)
         granted = start.credit = share = TOKENS // (len(losses) + 1)
@@ -143,15 +145,12 @@ async def test_beam_search_survives_the_loss_of_the_engine(replica: Replica) -> 
 
 
 async def test_requests_wait_while_the_engine_serves_another_checkpoint(
-    embedded_model: Path, tmp_path: Path
+    replica: Replica, tmp_path: Path
 ) -> None:
     """Ids of another vocabulary would continue the text with nonsense."""
-    other, log = tmp_path / "other", tmp_path / "log"
+    other, engine, log = tmp_path / "other", replica.engine, replica.log
     make_checkpoint(other, CONFIGS["llama"])
-    async with (
-        mortal_engine(embedded_model) as engine,
-        tokenizer_of(embedded_model, engine, log) as client,
-    ):
+    async with Client(replica.tokenizer) as client:
         calm = await client.generate("import", max_tokens=TOKENS, **ASKED)
         async with client.stream("import", max_tokens=TOKENS, **ASKED) as stream:
             text = (await anext(aiter(stream))).text
@@ -190,36 +189,33 @@ async def test_new_request_waits_while_the_engine_is_restarted(replica: Replica)
 
 
 async def test_new_request_waits_while_the_tokenizer_is_restarted(
-    embedded_model: Path, tmp_path: Path
+    replica: Replica, embedded_model: Path, tmp_path: Path
 ) -> None:
     """A running stream reaches its end meanwhile, and a tokenize request waits too."""
     [port] = free_ports(1)
     body = {"model": "default", "prompt": "import", "max_tokens": TOKENS, **ASKED}
-    model = ("--model", str(embedded_model))
-    few = ("--dtype", "float32", "--kv-memory", "64MiB")
-    async with running_service("engine", *model, *few, log=tmp_path / "engine") as engine:
-        target = f"127.0.0.1:{port}"
-        arguments = (*model, "--engine", engine.target)
-        flags = ("--tokenizer", target, "--tokenizer-wait", "120")
-        async with running_shim(*flags) as shim, httpx.AsyncClient(timeout=300) as http:
-            url = f"{shim.url}/v1/completions"
-            early = asyncio.ensure_future(http.post(url, json=body))  # no tokenizer runs yet
-            log = tmp_path / "tokenizer"
-            async with running_service("tokenizer", *arguments, log=log, port=port) as first:
-                calm = (await early).json()["choices"]
-                async with http.stream("POST", url, json=body | {"stream": True}) as stream:
-                    lines = stream.aiter_lines()
-                    await anext(lines)
-                    first.process.send_signal(signal.SIGTERM)
-                    late = asyncio.ensure_future(http.post(url, json=body))
-                    assert [line async for line in lines][-2] == "data: [DONE]"
-                await first.process.wait()
-                ids = asyncio.ensure_future(
-                    http.post(f"{shim.url}/tokenize", json={"prompt": "import"})
-                )
-            async with running_service("tokenizer", *arguments, log=log, port=port):
-                assert (await late).json()["choices"] == calm
-                assert (await ids).status_code == 200
+    target = f"127.0.0.1:{port}"
+    arguments = ("--model", str(embedded_model), "--engine", replica.engine.target)
+    flags = ("--tokenizer", target, "--tokenizer-wait", "120")
+    async with running_shim(*flags) as shim, httpx.AsyncClient(timeout=300) as http:
+        url = f"{shim.url}/v1/completions"
+        early = asyncio.ensure_future(http.post(url, json=body))  # no tokenizer runs yet
+        log = tmp_path / "tokenizer"
+        async with running_service("tokenizer", *arguments, log=log, port=port) as first:
+            calm = (await early).json()["choices"]
+            async with http.stream("POST", url, json=body | {"stream": True}) as stream:
+                lines = stream.aiter_lines()
+                await anext(lines)
+                first.process.send_signal(signal.SIGTERM)
+                late = asyncio.ensure_future(http.post(url, json=body))
+                assert [line async for line in lines][-2] == "data: [DONE]"
+            await first.process.wait()
+            ids = asyncio.ensure_future(
+                http.post(f"{shim.url}/tokenize", json={"prompt": "import"})
+            )
+        async with running_service("tokenizer", *arguments, log=log, port=port):
+            assert (await late).json()["choices"] == calm
+            assert (await ids).status_code == 200
 
 
 async def test_stream_about_an_image_survives_the_loss_of_the_engine(tmp_path: Path) -> None:

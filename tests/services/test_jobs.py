@@ -208,7 +208,7 @@ async def test_response_in_the_background_outlives_the_shim_that_took_it(stack: 
             running_shim(*served, "--jobs", jobs.target) as shim,
             client_of(shim.url) as http,
         ):
-            body = LONG | {"stream": True}
+            body = LONG | {"stream": True, "max_output_tokens": 500}
             async with http.stream("POST", "/v1/responses", json=body) as stream:
                 events = stream.aiter_lines()
                 first = [await anext(events) for _ in range(2)]
@@ -454,7 +454,7 @@ async def test_silent_stream_of_events_has_signs_of_life(stack: Stack) -> None:
     """A proxy would close it else."""
     async with shim_with_jobs(stack.tokenizer, "--heartbeat-seconds", "0.001") as (_, jobs):
         caller = Caller(jobs.target)
-        body = json.dumps(LONG).encode()
+        body = json.dumps(LONG | {"max_output_tokens": 200}).encode()
         request = jobs_pb2.StartResponseRequest(body_json=body, keep_events=True)
         begun = await caller.responses.StartResponse(request)
         watched = jobs_pb2.WatchResponseRequest(response_id=begun.response_id)

@@ -57,7 +57,7 @@ def _served(folder: Path, logs: Path, *flags: str) -> Iterator[Server]:
             sys.executable, "-m", "tokenwire", "serve", "--models", str(folder), "--port", http,
             "--tokenizer-port", tokenizer, "--jobs-port", jobs, "--manager-port", manager,
             "--log-dir", str(logs), "--max-loaded", "1", "--dtype", "float32",
-            "--ollama", *flags,
+            "--kv-memory", "64MiB", "--ollama", *flags,
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -156,7 +156,7 @@ async def test_a_stream_that_waits_for_a_load_begins_and_tells_its_progress(
 async def test_a_model_that_is_used_is_waited_for_in_turn(http: httpx.AsyncClient) -> None:
     """A running answer is never cut; those who wait for the memory are not overtaken."""
     await http.post("/v1/completions", json=_body("first"))
-    long = _body("first", max_tokens=1900, ignore_eos=True, stream=True)
+    long = _body("first", max_tokens=600, ignore_eos=True, stream=True)
     async with http.stream("POST", "/v1/completions", json=long) as running:
         lines = running.aiter_lines()
         await anext(lines)

@@ -92,63 +92,60 @@ async def pair(
         yield two
 
 
-async def test_stream_goes_on_at_another_engine_whichever_is_killed(
-    embedded_model: Path, tmp_path: Path
-) -> None:
-    """The engine that has the stream is killed again and again. Credit bounds what it sends."""
-    async with fleet(embedded_model, tmp_path, 3) as many:
-        calm = await many.client.generate("import", max_tokens=TOKENS, **ASKED)
-        start = text_start("import", {"max_tokens": TOKENS, **ASKED}, completion.DELIVERY_DELTAS)
-        start.credit = granted = share = TOKENS // 4
-        text, received, before = "", 0, await many.placed()
-        async with connect(many.target) as channel:
-            session = completion_session(channel)
-            async with AnswerStream(session, start) as stream:
-                async for delta in stream:
-                    text += delta.text
-                    received += len(delta.token_ids)
-                    if received < granted or granted >= TOKENS:
-                        continue
-                    after = await many.placed()
-                    [busy] = [each for each in after if after[each] > before[each]]
-                    await many.of(busy).kill()
-                    await many.of(busy).start()
-                    before = after
-                    granted += share
-                    more = completion.SessionCredit(tokens=share)
-                    session.send(completion.SessionCommand(handle=1, credit=more))
-            await session.close()
-        assert text == calm.text
-
-
-async def test_engine_that_stops_hands_its_streams_over_at_once(
-    embedded_model: Path, tmp_path: Path
-) -> None:
-    """The stream has no credit left, so the engine could never end it itself."""
-    async with fleet(embedded_model, tmp_path, 2) as many:
-        calm = await many.client.generate("import", max_tokens=TOKENS, **ASKED)
-        before = await many.placed()
-        start = text_start("import", {"max_tokens": TOKENS, **ASKED}, completion.DELIVERY_DELTAS)
-        start.credit = 20
-        async with connect(many.target) as channel:
-            session = completion_session(channel)
-            async with AnswerStream(session, start) as stream:
-                deltas = aiter(stream)
-                text, received = "", 0
-                while received < 20:
-                    delta = await anext(deltas)
-                    text += delta.text
-                    received += len(delta.token_ids)
-                after = await many.placed()
+async def test_stream_goes_on_at_another_engine_whichever_is_killed(pair: Fleet) -> None:
+    """The engine that has the stream is killed each time. Credit bounds what it sends."""
+    calm = await pair.client.generate("import", max_tokens=TOKENS, **ASKED)
+    start = text_start("import", {"max_tokens": TOKENS, **ASKED}, completion.DELIVERY_DELTAS)
+    start.credit = granted = share = TOKENS // 3
+    text, received, before = "", 0, await pair.placed()
+    async with connect(pair.target) as channel:
+        session = completion_session(channel)
+        async with AnswerStream(session, start) as stream:
+            async for delta in stream:
+                text += delta.text
+                received += len(delta.token_ids)
+                if received < granted or granted >= TOKENS:
+                    continue
+                after = await pair.placed()
                 [busy] = [each for each in after if after[each] > before[each]]
-                many.of(busy).terminate()
-                async with asyncio.timeout(25):  # less than the engine's --grace
-                    await many.of(busy).wait()
-                more = completion.SessionCredit(tokens=TOKENS)
+                await pair.of(busy).kill()
+                await pair.of(busy).start()
+                before = after
+                granted += share
+                more = completion.SessionCredit(tokens=share)
                 session.send(completion.SessionCommand(handle=1, credit=more))
-                text += "".join([delta.text async for delta in deltas])
-            await session.close()
-        assert text == calm.text
+        await session.close()
+    assert text == calm.text
+    await pair.until_serving(2)
+
+
+async def test_engine_that_stops_hands_its_streams_over_at_once(pair: Fleet) -> None:
+    """The stream has no credit left, so the engine could never end it itself."""
+    calm = await pair.client.generate("import", max_tokens=TOKENS, **ASKED)
+    before = await pair.placed()
+    start = text_start("import", {"max_tokens": TOKENS, **ASKED}, completion.DELIVERY_DELTAS)
+    start.credit = 20
+    async with connect(pair.target) as channel:
+        session = completion_session(channel)
+        async with AnswerStream(session, start) as stream:
+            deltas = aiter(stream)
+            text, received = "", 0
+            while received < 20:
+                delta = await anext(deltas)
+                text += delta.text
+                received += len(delta.token_ids)
+            after = await pair.placed()
+            [busy] = [each for each in after if after[each] > before[each]]
+            pair.of(busy).terminate()
+            async with asyncio.timeout(25):  # less than the engine's --grace
+                await pair.of(busy).wait()
+            more = completion.SessionCredit(tokens=TOKENS)
+            session.send(completion.SessionCommand(handle=1, credit=more))
+            text += "".join([delta.text async for delta in deltas])
+        await session.close()
+    assert text == calm.text
+    await pair.of(busy).start()
+    await pair.until_serving(2)
 
 
 async def test_prompts_go_where_their_prefix_is_and_others_spread(pair: Fleet) -> None:
@@ -165,10 +162,9 @@ async def test_prompts_go_where_their_prefix_is_and_others_spread(pair: Fleet) -
     assert "read anew" not in pair.log.read_text().removeprefix(logged)
 
 
-@pytest.mark.parametrize("name", ["llava", "mistral3"])
-async def test_prompts_with_images_go_where_their_prefix_is(name: str, tmp_path: Path) -> None:
+async def test_prompts_with_images_go_where_their_prefix_is(tmp_path: Path) -> None:
     """The text is the same, so the images alone tell the conversations apart."""
-    model = write_whole(tmp_path / "model", name)
+    model = write_whole(tmp_path / "model", "mistral3")
     asked: dict[str, Any] = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
     pictures = [png(56, 56, seed) for seed in range(4)]
     text = "<image>def a(b):\n" + "a b ab re turn return\n" * 12

@@ -19,7 +19,7 @@ async def engine(
     embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[RunningService]:
     log = tmp_path_factory.mktemp("log") / "engine.log"
-    arguments = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "128MiB")
+    arguments = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "64MiB")
     async with running_service("engine", *arguments, log=log) as service:
         yield service
 
