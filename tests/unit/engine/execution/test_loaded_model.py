@@ -1,7 +1,12 @@
 """Memory that a model takes when it is loaded."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from services.common.settings import StartupError
 from services.engine.execution.loaded_model import load
 from services.engine.loop.loaded_loop import load_loop
 from services.engine.messages import RequestDone
@@ -9,6 +14,7 @@ from services.engine.settings import EngineSettings
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint
+from tests.unit.engine.tiny import make_checkpoint as make_tiny
 from tests.unit.engine.tiny import make_request
 
 
@@ -43,3 +49,21 @@ def test_model_without_attention_has_its_whole_context_for_the_memory_of_states(
             outputs = loaded.steps.step(lambda: ()).outputs
             cached += [each.cached_tokens for each in outputs if isinstance(each, RequestDone)]
     assert cached == [0, 192]  # whole blocks
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"max_running": 2_000_000_000}, "iB of memory are missing"),
+        ({"max_step_tokens": 2_000_000_000}, "iB of memory are missing"),
+        ({"kv_memory": "1"}, "less than one block"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_limit_beyond_the_memory_ends_the_start_with_its_reason(
+    tmp_path: Path, wrong: dict[str, Any], complaint: str
+) -> None:
+    """The kernel would kill the engine later, in the middle of requests."""
+    settings = EngineSettings(model=make_tiny(tmp_path), dtype="float32", device="cpu")
+    with pytest.raises(StartupError, match=complaint):
+        load_loop(replace(settings, **wrong))

@@ -87,7 +87,7 @@ def test_error_of_a_slightly_long_text_has_its_exact_length(embedded: Vocabulary
 
 
 @given(_LONG, st.integers(0, 9), st.booleans())
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_cut_prompt_equals_the_end_of_the_whole(
     embedded: Vocabulary,
     byte_fallback_vocabulary: Vocabulary,
@@ -112,7 +112,7 @@ def test_cut_prompt_equals_the_end_of_the_whole(
 
 
 @given(_LONG, _LONG, st.sampled_from(["prefix", "suffix", "both"]))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_cut_infill_prompt_keeps_the_ids_next_to_the_gap(
     embedded: Vocabulary, before: str, after: str, long: str
 ) -> None:
