@@ -79,7 +79,7 @@ class AdaptedModel:
         """Yield the model, whose weights contain the latest adapter meanwhile."""
         weights = {name: each.data.clone() for name, each in self._model.named_parameters()}
         self._model.merge_adapter()
-        yield self._model.get_base_model()
+        yield cast(PreTrainedModel, self._model.get_base_model())
         self._model.unmerge_adapter()
         for name, parameter in self._model.named_parameters():  # a difference would be rounded
             parameter.data.copy_(weights[name])

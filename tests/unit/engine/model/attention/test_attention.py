@@ -232,7 +232,7 @@ class Case:
         digest = hashlib.sha256(repr((self.spec, self.images)).encode())
         sinks = [] if self.sinks is None else [self.sinks]
         for tensor in (*self.queries, *keys, *values, *sinks):
-            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         known = digest.digest()
         if known not in EXPECTED:
             EXPECTED[known] = self._define(keys, values)
