@@ -40,8 +40,11 @@ class DraftModel:
         vocabulary_size: int,
         pass_tokens: int,
         clock: Callable[[], float] = time.monotonic,
+        host_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """vocabulary_size: number of ids of the engine's model. pass_tokens: most tokens of a pass.
+
+        clock, host_clock: return seconds; they time passes and what the host does around them.
 
         The ids of both models mean the same, as far as both have them.
         """
@@ -51,6 +54,7 @@ class DraftModel:
         self._most_id = decoder.spec.vocab_size - 1
         """Largest id with an embedding"""
         self._clock = clock
+        self.host_clock = host_clock
         self._staging = Staging(decoder.device)
         self.limits = DraftLimits(decoder.spec.context_length, pass_tokens)
 

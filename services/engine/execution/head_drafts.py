@@ -1,7 +1,7 @@
 """Draft tokens of a head, which reads hidden states of the engine's model."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,12 +39,13 @@ class HeadDrafts(DraftModel):
         targets: Sequence[int] = (),
         most_kept: int = 4096,
         clock: Callable[[], float] = time.monotonic,
+        host_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """targets: id of the engine's model for each id of the head; empty = the same ids.
 
         most_kept: most rows of hidden states that are kept.
         """
-        super().__init__(head, cache, vocabulary_size, pass_tokens, clock)
+        super().__init__(head, cache, vocabulary_size, pass_tokens, clock, host_clock)
         self.limits = DraftLimits(head.spec.context_length, pass_tokens, kind)
         self._head = head
         self._most_id = vocabulary_size - 1
@@ -53,9 +54,14 @@ class HeadDrafts(DraftModel):
         self._states: Tensor | None = None
         """Hidden states that the head has made for the next pass; None = the first pass is next"""
 
-    def keep(self, plan: StepPlan, tapped: Sequence[Tensor]) -> Mapping[TokenSequence, int]:
-        """Keep the hidden states of a step, as `KeptStates.keep` does."""
-        return self._kept.keep(plan, tapped)
+    def keep(
+        self,
+        plan: StepPlan,
+        tapped: Sequence[Tensor],
+        wanted: Collection[TokenSequence] | None = None,
+    ) -> Mapping[TokenSequence, int]:
+        """Keep hidden states of a step, as `KeptStates.keep` does."""
+        return self._kept.keep(plan, tapped, wanted)
 
     def _begin(self, parts: Sequence[DraftPart]) -> None:
         rows = [self._kept.rows(each.sequence, each.start - 1, each.end - 1) for each in parts]

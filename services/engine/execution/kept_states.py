@@ -1,6 +1,6 @@
 """Hidden states of running sequences, which a draft head has not read yet."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,24 +59,36 @@ class KeptStates:
         self._most_rows = most_rows
         self._kept: dict[TokenSequence, _Rows] = {}
 
-    def keep(self, plan: StepPlan, tapped: Sequence[Tensor]) -> Mapping[TokenSequence, int]:
-        """Copy the hidden states of a step.
+    def keep(
+        self,
+        plan: StepPlan,
+        tapped: Sequence[Tensor],
+        wanted: Collection[TokenSequence] | None = None,
+    ) -> Mapping[TokenSequence, int]:
+        """Copy hidden states of a step.
 
-        tapped: [tokens, hidden_size] each. Returns the index of the first token that is kept of
-        each of the step's sequences.
+        tapped: [tokens, hidden_size] each. wanted: sequences whose rows are kept; None = all.
+        Returns the index of the first token that is kept of each of these sequences.
         """
         for gone in [each for each in self._kept if each.state is not SequenceState.RUNNING]:
             del self._kept[gone]
         firsts: dict[TokenSequence, int] = {}
         share = max(self._most_rows // max(len(self._kept), 1), _LEAST_ROWS)
         decodes = len(plan.decodes)
-        if decodes:
+        if wanted is None and decodes:
             rows = torch.cat([each[:decodes] for each in tapped], dim=1)
             for sequence, row in zip(plan.decodes, rows[:, None].unbind(), strict=True):
                 firsts[sequence] = self._add(sequence, sequence.length - 1, row, share)
+        elif wanted:
+            for i, sequence in enumerate(plan.decodes):
+                if sequence in wanted:
+                    row = torch.cat([each[i : i + 1] for each in tapped], dim=1)
+                    firsts[sequence] = self._add(sequence, sequence.length - 1, row, share)
         end = decodes
         for chunk in plan.chunks:
             start, end = end, end + chunk.count
+            if wanted is not None and chunk.sequence not in wanted:
+                continue
             first = max(start, end - share)
             rows_of_chunk = torch.cat([each[first:end] for each in tapped], dim=1)
             begin = chunk.start + first - start

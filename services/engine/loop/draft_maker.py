@@ -1,7 +1,7 @@
 """Draft tokens that are made or reported between steps."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 
@@ -9,6 +9,7 @@ from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.head_drafts import HeadDrafts
 from services.engine.messages import DraftTokens
 from services.engine.scheduling.drafter import Drafter
+from services.engine.scheduling.sequence import TokenSequence
 from services.engine.scheduling.step_plan import StepPlan
 
 __all__ = ["DraftMaker"]
@@ -32,31 +33,47 @@ class DraftMaker:
         """
         if self._model is None:
             return
-        parts = self._drafter.plan_model(constrained=constrained)
-        if not parts:
+        if not self._drafter.is_model_due:
             return
-        try:
-            made = self._model.make(parts)
-        except Exception:
-            self._give_up()
-        else:
+        began = self._model.host_clock()
+        parts = self._drafter.plan_model(constrained=constrained)
+        passes = 0.0
+        if parts:
+            try:
+                made = self._model.make(parts)
+            except Exception:
+                self._give_up()
+                return
             self._drafter.take_made(parts, made)
+            passes = sum(each.seconds for each in made.passes)
+        self._drafter.add_overhead(self._model.host_clock() - began - passes)
 
-    @property
-    def reads_states(self) -> bool:
-        """True if a head reads the model's hidden states."""
-        return isinstance(self._model, HeadDrafts)
+    def wants_states(self, plan: StepPlan) -> Collection[TokenSequence] | None:
+        """Return the sequences of a step whose hidden states a head will read; None = all."""
+        if not isinstance(self._model, HeadDrafts):
+            return ()
+        return self._drafter.wants_states(plan)
 
-    def keep_states(self, plan: StepPlan, tapped: Sequence[Tensor]) -> None:
-        """Keep the hidden states of a step for the head. tapped: result of `Model.tapped`."""
+    def keep_states(
+        self,
+        plan: StepPlan,
+        tapped: Sequence[Tensor],
+        wanted: Collection[TokenSequence] | None,
+    ) -> None:
+        """Keep hidden states of a step for the head.
+
+        tapped: result of `Model.tapped`. wanted: result of `wants_states`.
+        """
         if not isinstance(self._model, HeadDrafts):
             return
+        began = self._model.host_clock()
         try:
-            kept = self._model.keep(plan, tapped)
+            kept = self._model.keep(plan, tapped, wanted)
         except Exception:
             self._give_up()
         else:
             self._drafter.note_states(kept)
+            self._drafter.add_overhead(self._model.host_clock() - began)
 
     def report(self) -> Iterator[DraftTokens]:
         """Return the draft tokens of constrained sequences: the next step needs their masks."""

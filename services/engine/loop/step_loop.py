@@ -242,9 +242,10 @@ class StepLoop:
         self, plan: StepPlan, drawn: DeviceTokens | None = None
     ) -> tuple[Tensor, list[Draw]]:
         """Compute a plan. Returns its hidden states, and the draws from them."""
+        wanted = self._drafts.wants_states(plan)
         hidden = self._runner.forward(plan, drawn)
-        if self._drafts.reads_states:
-            self._drafts.keep_states(plan, self._runner.tapped(plan))
+        if wanted is None or wanted:
+            self._drafts.keep_states(plan, self._runner.tapped(plan), wanted)
         self._steps += 1
         self._sampler.score_prompts(plan, hidden)
         return hidden, self._sampler.draws(plan)

@@ -108,13 +108,18 @@ class DraftLengths:
         return lengths
 
     def choose_made(
-        self, streams: int, drafts: Sequence[MadeDraft], pass_seconds: Callable[[int], float]
+        self,
+        streams: int,
+        drafts: Sequence[MadeDraft],
+        pass_seconds: Callable[[int], float],
+        overhead: float = 0.0,
     ) -> MadeLengths:
         """Return the number of tokens that a draft model is to make for each draft.
 
         streams: sequences of the step, with and without drafts. pass_seconds: returns the seconds
-        of a pass of the draft model, by its tokens. No token is worth its time as long as no step
-        of about so many streams was measured without drafts.
+        of a pass of the draft model, by its tokens. overhead: seconds that a step with drafts takes
+        besides. No token is worth its time as long as no step of about so many streams was measured
+        without drafts.
         """
         plain = self.plain_seconds(streams)
         if plain is None:
@@ -130,13 +135,14 @@ class DraftLengths:
         seconds_of, slowdown = cache(pass_seconds), cache(partial(self.slowdown, streams))
         best, made = _LEAST_GAIN, MadeLengths([0] * len(drafts), 0.0, 0.0)
         for order in orders:
-            expected, drafting, chosen = 0.0, 0.0, 0
+            expected, chosen = 0.0, 0
             rows = [0] * (1 + max((draft.most for draft in drafts), default=0))
             for count, (probability, depth, i) in enumerate(order, start=1):
                 expected += probability
-                more = rows[depth] + (1 if depth else drafts[i].rows)
-                drafting += seconds_of(more) - (seconds_of(rows[depth]) if rows[depth] else 0.0)
-                rows[depth] = more
+                rows[depth] += 1 if depth else drafts[i].rows
+                if count < len(order) and count % len(drafts) and not _ends_size(count):
+                    continue  # estimate few of many numbers of rows
+                drafting = overhead + sum(map(seconds_of, filter(None, rows)))
                 took = slowdown(streams + count) * plain + drafting
                 worth = (1 + expected / streams) * plain
                 if worth / took > best:
@@ -169,3 +175,8 @@ class DraftLengths:
             if measured is not None:
                 return max(measured / plain, 1.0)
         return math.ceil(rows / self._rows_at_once) / math.ceil(streams / self._rows_at_once)
+
+
+def _ends_size(count: int) -> bool:
+    """Return whether one more draft token belongs to a larger size class."""
+    return StepTimes.size(count) != StepTimes.size(count + 1)

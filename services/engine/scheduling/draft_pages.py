@@ -113,6 +113,10 @@ class HeadPages(DraftPages):
         """Take the index of the first token whose hidden states are kept, by sequence."""
         self._firsts.update(firsts)
 
+    def forget_states(self) -> None:
+        """Note that hidden states are no longer kept."""
+        self._firsts.clear()
+
     def count_computed(self, sequence: TokenSequence) -> int:
         """Return how many tokens the head has computed, and the first one that it never sees.
 

@@ -1,6 +1,6 @@
 """Drafter, which chooses the draft tokens that a step computes behind the newest tokens."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -16,6 +16,9 @@ __all__ = ["Drafter"]
 
 _MAX_FORCED = 16
 """Most forced tokens of one stream in a step, because each of them takes a row of logits"""
+_MISSES, _MOST_REST = 4, 8
+"""Decisions in a row without a draft after which each as many more skip one more, up to a bound:
+a decision takes time"""
 
 
 class Drafter:
@@ -32,18 +35,27 @@ class Drafter:
         """Drafts of the draft model; None = there is none"""
         if limits.draft is not None:
             self._model = ModelDrafts(limits.draft, self._lengths, caches)
-        self._predicted = 0
-        """Number of running sequences whose client expects a text"""
+        self._predicted = self._constrained = 0
+        """Numbers of running sequences whose client expects a text, and of constrained ones"""
+        self._waiting_drafts = 0
+        """Number of drafts that were made or reported for the next step"""
+        self._misses = self._rest = 0
+        """Number of decisions in a row without a draft, and of decisions to skip"""
         self.totals = {kind: DraftTotals() for kind in DraftKind}
         """Drafts since the start, by their source"""
 
     def enter(self, sequence: TokenSequence) -> None:
         """Note that a sequence runs now."""
         self._predicted += sequence.speculation.has_prediction
+        self._constrained += sequence.request.command.checked.constrained
+        self._rest = 0
+        if self._model is not None:
+            self._model.enter()
 
     def leave(self, sequence: TokenSequence) -> None:
         """Note that a sequence has left the running ones."""
         self._predicted -= sequence.speculation.has_prediction
+        self._constrained -= sequence.request.command.checked.constrained
         if self._model is not None:
             self._model.leave(sequence)
 
@@ -55,12 +67,19 @@ class Drafter:
         if self._model is not None:
             self._model.settle(plan.streams, plan.decode_tokens, drafted, seconds)
 
+    @property
+    def is_model_due(self) -> bool:
+        """True if `plan_model` may return anything."""
+        return self._model is not None and self._model.is_due
+
     def plan_model(self, *, constrained: bool) -> Sequence[DraftPart]:
         """Return what the draft model is to compute before the next step, if there is one.
 
         constrained: plan for the sequences whose drafts need masks, or for all others.
         """
-        if self._model is None or not self._running:
+        if self._model is None or not self.is_model_due:
+            return ()
+        if self._constrained == (0 if constrained else len(self._running)):
             return ()
         streams = [each for each in self._running if each.uncomputed == 1]
         due = [
@@ -77,7 +96,17 @@ class Drafter:
     def take_made(self, parts: Sequence[DraftPart], result: DraftResult) -> None:
         """Take the draft tokens that the draft model has made of a plan."""
         assert self._model is not None
+        self._waiting_drafts += sum(map(bool, result.tokens))
         self._model.take(parts, result)
+
+    def add_overhead(self, seconds: float) -> None:
+        """Book what the host has done for the draft model besides its passes."""
+        if self._model is not None:
+            self._model.add_overhead(seconds)
+
+    def wants_states(self, plan: StepPlan) -> Collection[TokenSequence] | None:
+        """Return the sequences of a step whose hidden states a head will read; None = all."""
+        return () if self._model is None else self._model.wants_states(plan)
 
     def note_states(self, firsts: Mapping[TokenSequence, int]) -> None:
         """Take the index of the first token whose hidden states are kept, by sequence."""
@@ -92,19 +121,23 @@ class Drafter:
 
     def choose(self) -> Mapping[TokenSequence, Draft]:
         """Return the drafts of the next step: as many tokens as are expected to save time."""
-        if not self._speculates:
-            return {}
+        waiting, self._waiting_drafts = self._waiting_drafts, 0
+        if not waiting:
+            if not self._looks_up:
+                return {}
+            if self._rest:
+                self._rest -= 1
+                return {}
         streams = [each for each in self._running if each.uncomputed == 1]
         drafting = [each for each in streams if _may_draft(each) and not each.forced]
         chosen = self._chosen(len(streams), drafting, _reported_or_proposed)
-        for sequence in drafting:
-            if sequence not in chosen:
-                sequence.speculation.skip()
+        self._misses = 0 if chosen else self._misses + 1
+        self._rest = min(self._misses // _MISSES, _MOST_REST)
         return chosen
 
     def report(self) -> Iterator[tuple[TokenSequence, Sequence[int]]]:
         """Propose tokens for constrained sequences, which need masks before they are computed."""
-        if not self._speculates:
+        if not self._constrained or not self._speculates:
             return
         streams = [each for each in self._running if each.uncomputed == 1]
         due = [
@@ -113,6 +146,7 @@ class Drafter:
             if each.request.command.checked.constrained and _awaits_draft(each) and _may_draft(each)
         ]
         chosen = self._chosen(len(streams), due, _proposed)
+        self._waiting_drafts += len(chosen)
         for sequence in due:
             draft = chosen.get(sequence)
             sequence.speculation.reported = sequence.position, draft
@@ -126,7 +160,8 @@ class Drafter:
         accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         kind = sequence.speculation.computed
         if kind is not None:
-            sequence.speculation.learn(kind, len(draft), accepted)
+            before = sequence.length - accepted - 1
+            sequence.speculation.learn(kind, len(draft), accepted, before)
             self.totals[kind].add(len(draft), accepted)
             if self._model is not None and kind is self._model.kind:
                 self._model.learn(sequence, len(draft), accepted)
@@ -135,6 +170,11 @@ class Drafter:
     @property
     def _speculates(self) -> bool:
         return self._limits.speculates or self._predicted > 0
+
+    @property
+    def _looks_up(self) -> bool:
+        """True if texts may propose draft tokens."""
+        return self._limits.speculate or self._predicted > 0
 
     @property
     def _most_rows(self) -> int:
@@ -167,11 +207,11 @@ class Drafter:
         """Return the estimated probability that a source's next draft token is accepted."""
         if self._model is not None and kind is self._model.kind:
             return self._model.rate(sequence)
-        return sequence.speculation.rate_of(kind)
+        return sequence.speculation.rate_of(kind, sequence.length)
 
     def _best_rate(self, sequence: TokenSequence) -> float:
         """Return the highest such probability among the sources that may have a draft."""
-        rate = sequence.speculation.rate
+        rate = sequence.speculation.rate(sequence.length)
         if self._model is not None and sequence.speculation.made[0] == sequence.length:
             return max(rate, self._model.rate(sequence))
         return rate
@@ -183,7 +223,9 @@ class Drafter:
         if not self._limits.speculate and not speculation.has_prediction:
             return False
         draft = speculation.propose_free(sequence.tokens, 1, looks_up=self._limits.speculate)
-        return draft is not None and speculation.rate_of(draft.kind) >= self._model.rate(sequence)
+        if draft is None:
+            return False
+        return speculation.rate_of(draft.kind, sequence.length) >= self._model.rate(sequence)
 
 
 _Propose: TypeAlias = Callable[[TokenSequence, int, bool], Draft | None]

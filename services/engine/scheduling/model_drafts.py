@@ -3,20 +3,25 @@
 Draft tokens of a model cost time before any is accepted. So they are made where they are expected
 to save time, by measured times and by the share that was accepted lately. An account bounds the
 damage of wrong estimates: it holds the seconds that drafts have saved so far, and drafts are made
-only as long as it can pay for them. Where drafts save nothing, a small share of the time of all
-steps pays for a trial now and then.
+only as long as it can pay for them.
+
+Where drafts save nothing, they are off: nothing is decided, and no hidden states are kept for a
+head. A small share of the time of all steps pays for a trial now and then.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from services.engine.scheduling.cache_pools import CachePools
+from services.engine.scheduling.draft_account import DraftAccount
 from services.engine.scheduling.draft_lengths import DraftLengths, MadeDraft, MadeLengths
 from services.engine.scheduling.draft_pages import DraftPages, HeadPages
 from services.engine.scheduling.draft_plan import DraftLimits, DraftPart, DraftResult
+from services.engine.scheduling.draft_trials import TRIAL_LENGTH, TRIAL_RATE, DraftTrials
 from services.engine.scheduling.sequence import TokenSequence
 from services.engine.scheduling.speculation import Acceptance, Draft, DraftKind
 from services.engine.scheduling.step_cost import StepTimes
+from services.engine.scheduling.step_plan import StepPlan
 
 __all__ = ["ModelDrafts"]
 
@@ -30,17 +35,14 @@ _WORTH_TOKENS = 128
 """Tokens of an answer over which the draft model's time for the prompt has to pay off"""
 _COMMON_MEMORY = 0.97
 """Weight of earlier drafts of all sequences against the newest: some thirty are remembered"""
-_MOST_STEPS = 64
-"""Steps without drafts whose time an account holds at most; that of drafts holds it at first"""
-_ALLOWANCE = 0.01
-"""Share of the time of all steps that trials may take"""
-_TRIAL_STEPS, _TRIAL_LENGTH, _TRIAL_RATE = 64, 4, 0.8
-"""Steps without drafts before a trial, the number of its draft tokens, and the acceptance that must
-be worth its time"""
 _NEAR = 4
 """Most size classes between a pass and a measured one that stands for it"""
-_REST = 4
-"""Steps between two decisions as long as no draft is worth its time: a decision takes time, too"""
+_REST, _MOST_REST = 4, 64
+"""Fewest and most steps between two decisions as long as no draft is worth its time"""
+_MOST_FAILURES = 3
+"""Decisions in a row without drafts after which drafts are off"""
+_TRIAL_CONTEXT = 16
+"""Fewest tokens that a head must have seen in a trial whose context begins late"""
 
 
 class ModelDrafts:
@@ -58,45 +60,65 @@ class ModelDrafts:
         """Seconds of a token of the longest pass so far; 0 = no pass of a prompt was measured"""
         self._longest = 0
         self._common = Acceptance(_COMMON_MEMORY)
-        self._balance: float | None = None
-        """Seconds that drafts may take; None = no step was measured"""
-        self._trial_balance = 0.0
-        """Seconds that trials may take"""
-        self._spent = 0.0
-        """Seconds of the draft model's passes since the last step"""
-        self._drafted = self._accepted = 0
-        """Draft tokens that the newest step has verified, and the accepted ones"""
-        self._idle = 0
-        """Number of steps since the last draft"""
-        self._rest = 0
-        """Number of decisions to skip"""
-        self._trial: TokenSequence | None = None
-        """Sequence whose next draft is a trial"""
-        self._pays_trial = False
-        """True if the newest passes are part of a trial"""
+        self._account = DraftAccount(lengths)
+        self._trials = DraftTrials()
+        self._is_on = True
+        """False while nothing is drafted but in trials"""
+        self._begin_funds = 0.0
+        """Seconds that drafts were allowed when they went on"""
+        self._off_streams = 0
+        """Fewest sequences of a step since drafts are off"""
+        self._failures = 0
+        """Number of decisions in a row without drafts"""
+        self._rest, self._next_rest = 0, _REST
+        """Steps until the next decision, and from that one to the one after it"""
 
     @property
     def kind(self) -> DraftKind:
         """Source of these drafts."""
         return self._limits.kind
 
+    @property
+    def is_due(self) -> bool:
+        """True if `plan` may have passes compute. Steps cost nothing else while drafts are off."""
+        if self._trials.is_on:
+            return self._trials.sequence is not None
+        return not self._rest and (self._is_on or self._account.trial_balance > 0)
+
+    def wants_states(self, plan: StepPlan) -> Collection[TokenSequence] | None:
+        """Return the sequences of a step whose hidden states a head will read; None = all."""
+        if self._is_on:
+            return None
+        if not self._trials.is_on:
+            return ()
+        trial = self._trials.choose(plan)
+        return () if trial is None else (trial,)
+
     def note_states(self, firsts: Mapping[TokenSequence, int]) -> None:
         """Do `HeadPages.note_states`."""
         self._heads.note_states(firsts)
 
+    def add_overhead(self, seconds: float) -> None:
+        """Book what the host has done for drafts besides passes."""
+        self._account.add_overhead(seconds)
+
+    def enter(self) -> None:
+        """Note that a sequence runs now, whose drafts may be better than those of others."""
+        self._rest = min(self._rest, _REST)
+
     def leave(self, sequence: TokenSequence) -> None:
         """Note that a sequence gives its blocks back."""
         self._pages.leave(sequence)
-        if self._trial is sequence:
-            self._trial = None
+        if self._trials.sequence is sequence:
+            self._trials.end()
 
     def rate(self, sequence: TokenSequence) -> float:
         """Return the probability with which a sequence's next draft token is accepted.
 
         A trial counts as good, so that its draft is computed.
         """
-        if sequence is self._trial:
-            return _TRIAL_RATE
+        if sequence is self._trials.sequence:
+            return TRIAL_RATE
         return self._estimate(sequence)
 
     def plan(
@@ -107,24 +129,68 @@ class ModelDrafts:
         streams: sequences of the step. sequences: those that may have a draft. most: most tokens of
         each draft.
         """
-        if not sequences or self._balance is None:
-            return ()
-        if self._rest and self._trial is None:
-            self._rest -= 1
+        if not sequences or self._account.balance is None:
             return ()
         if self._caches.num_free <= len(sequences):
             return ()  # drafts would have sequences preempted
+        trial = self._trials.sequence
+        if trial is not None:
+            parts = self._trial_parts(streams, trial, most) if trial in sequences else []
+        else:
+            parts = self._decide(streams, sequences, most)
+        return [part for part in parts if self._has_room(part)]
+
+    def _decide(
+        self, streams: int, sequences: Sequence[TokenSequence], most: int
+    ) -> list[DraftPart]:
+        """Return the parts that are expected to save time, and turn drafts on or off."""
+        if not self._is_on:
+            self._reconsider(streams, sequences, most)
+            return []
         able = filter(self._pages.can_continue, sequences)
         drafts = {each: self._draft(each, most) for each in able}
         if not drafts:
-            return ()
+            return []
         parts = self._parts(streams, drafts)
-        self._pays_trial = not parts
-        if not parts:
-            parts = self._trial_parts(streams, drafts)
-        if not parts:
-            self._rest = _REST
-        return [part for part in parts if self._has_room(part)]
+        if parts:
+            self._failures = 0
+            return parts
+        self._rest = _REST
+        self._failures += 1
+        if self._failures >= _MOST_FAILURES:
+            self._turn_off(streams)
+        return []
+
+    def _reconsider(self, streams: int, sequences: Sequence[TokenSequence], most: int) -> None:
+        """Turn drafts on if estimates speak for it, or begin a trial that could show that."""
+        self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _MOST_REST)
+        drafts = {each: self._draft(each, most) for each in sequences}
+        made = self._made(streams, drafts)
+        if any(made.lengths) and made.seconds <= self._account.funds:
+            self._is_on, self._failures, self._rest = True, 0, 0
+            self._begin_funds = self._account.funds
+        elif self._trials.is_due:
+            good = {each: replace(draft, rate=TRIAL_RATE) for each, draft in drafts.items()}
+            if any(self._made(streams, good).lengths):
+                self._begin_trial(sequences)
+
+    def _begin_trial(self, sequences: Sequence[TokenSequence]) -> None:
+        """Begin a trial if its passes can be paid for."""
+        trial = None
+        passes = TRIAL_LENGTH * self._pass_seconds(1)
+        if self._pages is not self._heads:
+            lags = self._lags(sequences)
+            trial = min(lags, key=lambda each: lags[each])
+            passes += (lags[trial] - 1) * self._token_seconds
+        if passes <= self._account.trial_balance:
+            self._trials.begin(trial)
+
+    def _turn_off(self, streams: int) -> None:
+        """Stop drafts and decisions until they are expected to save time."""
+        self._is_on, self._off_streams, self._next_rest = False, streams, _REST
+        self._heads.forget_states()
+        if self._account.funds > self._begin_funds:
+            self._trials.repeat_soon()
 
     def take(self, parts: Sequence[DraftPart], result: DraftResult) -> None:
         """Take what the draft model has made of a plan."""
@@ -136,7 +202,7 @@ class ModelDrafts:
         for tokens, seconds in result.passes:
             known = self._passes.nearest(tokens, _NEAR)
             # other programs make single passes longer, which says nothing about drafts
-            self._spent += seconds if known is None else min(seconds, 2 * known)
+            self._account.add_pass(seconds if known is None else min(seconds, 2 * known))
             self._passes.learn(tokens, seconds)
             if tokens >= self._longest:
                 self._longest = tokens
@@ -145,11 +211,10 @@ class ModelDrafts:
     def learn(self, sequence: TokenSequence, drafted: int, accepted: int) -> None:
         """Take the outcome of a draft."""
         self._common.learn(drafted, accepted)
-        self._drafted += drafted
-        self._accepted += accepted
-        self._idle = 0
-        if sequence is self._trial:
-            self._trial = None
+        self._account.add_outcome(drafted, accepted)
+        if sequence is self._trials.sequence:
+            self._trials.learn(accepted)
+            self._rest = 0
 
     def settle(self, streams: int, rows: int, drafted: int, seconds: float) -> None:
         """Book a step.
@@ -157,24 +222,17 @@ class ModelDrafts:
         streams: sequences whose newest token it computed; rows: these tokens, with draft tokens;
         drafted: draft tokens of all sources.
         """
-        self._idle += 1
-        plain = self._lengths.plain_seconds(streams) if streams else None
-        if plain is not None:
-            most = _MOST_STEPS * plain
-            balance = most if self._balance is None else self._balance
-            saved = -self._spent
-            if self._drafted:
-                share = min(self._drafted / max(drafted, 1), 1.0)
-                saved += self._accepted / streams * plain
-                saved -= share * (self._lengths.slowdown(streams, rows) - 1) * plain
-            if self._pays_trial:
-                self._trial_balance += min(saved, 0.0)
-                saved = max(saved, 0.0)
-            self._balance = min(max(balance + saved, 0.0), most)
-            self._trial_balance = min(self._trial_balance + _ALLOWANCE * seconds, most)
-            self._pays_trial = self._trial is not None
-            self._spent = 0.0
-        self._drafted = self._accepted = 0
+        self._account.settle(streams, rows, drafted, seconds, is_trial=not self._is_on)
+        if self._rest:
+            self._rest -= 1
+        if self._is_on:
+            if self._account.balance == 0:
+                self._turn_off(streams)
+            return
+        self._trials.step()
+        if 0 < 2 * streams <= self._off_streams:
+            self._off_streams, self._rest, self._next_rest = streams, 0, _REST
+            self._trials.repeat_soon()
 
     def _draft(self, sequence: TokenSequence, most: int) -> MadeDraft:
         """Return the draft that a sequence may have once the draft model has reached its end."""
@@ -183,7 +241,7 @@ class ModelDrafts:
         return MadeDraft(self._estimate(sequence), max(room, 0), 2)
 
     def _estimate(self, sequence: TokenSequence) -> float:
-        return sequence.speculation.model_rate(self.kind, self._common.rate())
+        return sequence.speculation.rate_of(self.kind, sequence.length, self._common.rate())
 
     def _parts(self, streams: int, drafts: Mapping[TokenSequence, MadeDraft]) -> list[DraftPart]:
         """Return the parts that are expected to save time.
@@ -214,12 +272,12 @@ class ModelDrafts:
             for each, length in zip(hopeful, steady.lengths, strict=True)
             if length and each not in ready
         }
-        if made.seconds > self._funds:
-            return []
-        return parts + self._chunks(streams, late, self._funds - made.seconds)
+        left = self._account.funds - made.seconds
+        return parts + self._chunks(streams, late, left) if left >= 0 else []
 
     def _made(self, streams: int, drafts: Mapping[TokenSequence, MadeDraft]) -> MadeLengths:
-        return self._lengths.choose_made(streams, [*drafts.values()], self._pass_seconds)
+        overhead = self._account.overhead(streams)
+        return self._lengths.choose_made(streams, [*drafts.values()], self._pass_seconds, overhead)
 
     def _lags(self, sequences: Iterable[TokenSequence]) -> dict[TokenSequence, int]:
         """Return the number of tokens of each sequence that the draft model lacks."""
@@ -258,40 +316,24 @@ class ModelDrafts:
             count -= parts[-1].count
         return parts
 
-    def _trial_parts(
-        self, streams: int, drafts: Mapping[TokenSequence, MadeDraft]
-    ) -> list[DraftPart]:
-        """Return a part of a trial, if one is due and could show that drafts save time."""
-        if self._trial not in drafts:
-            self._trial = self._choose_trial(streams, drafts)
-        trial = self._trial
-        if trial is None:
+    def _trial_parts(self, streams: int, trial: TokenSequence, most: int) -> list[DraftPart]:
+        """Return a part of a trial, once a head has enough context."""
+        if not self._pages.can_continue(trial):
             return []
         [lag] = self._lags([trial]).values()
+        if self._pages.first_block(trial) and not self._has_context(trial):
+            return []
         if lag > _MOST_LAG:
-            return self._chunks(streams, {trial: lag}, self._trial_balance)
-        length = min(_TRIAL_LENGTH, drafts[trial].most)
-        return [self._part(trial, trial.length - lag, trial.length, length)] if length else []
+            return self._chunks(streams, {trial: lag}, self._account.trial_balance)
+        length = min(TRIAL_LENGTH, self._draft(trial, most).most)
+        if not length or not self._trials.count():
+            self._trials.end()
+            return []
+        return [self._part(trial, trial.length - lag, trial.length, length)]
 
-    def _choose_trial(
-        self, streams: int, drafts: Mapping[TokenSequence, MadeDraft]
-    ) -> TokenSequence | None:
-        """Return the sequence of a trial; None = none is due, or none can be paid for."""
-        if self._idle < _TRIAL_STEPS:
-            return None
-        good = {each: replace(draft, rate=_TRIAL_RATE) for each, draft in drafts.items()}
-        if not any(self._made(streams, good).lengths):
-            return None
-        lags = self._lags(drafts)
-        trial = min(lags, key=lambda each: lags[each])
-        passes = (lags[trial] - 1) * self._token_seconds
-        passes += _TRIAL_LENGTH * self._pass_seconds(1)
-        return trial if passes <= self._trial_balance else None
-
-    @property
-    def _funds(self) -> float:
-        """Seconds that drafts may take."""
-        return max(self._balance or 0.0, 0.0)
+    def _has_context(self, sequence: TokenSequence) -> bool:
+        begin = self._pages.first_block(sequence) * self._caches.block_size
+        return sequence.length - begin > _TRIAL_CONTEXT
 
     def _part(self, sequence: TokenSequence, start: int, end: int, length: int) -> DraftPart:
         """Return a part with these fields. `count_computed` of the pages comes before it."""

@@ -25,7 +25,7 @@ _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0
 _MEMORY = 0.9
 """Weight of earlier drafts against the newest: about ten drafts are remembered"""
 _FORGETTING = 0.98
-"""The same for a step without a draft, so that a sequence tries again after some tens of steps"""
+"""The same for a token without a draft, so that a sequence tries again after some tens of tokens"""
 
 
 class DraftKind(Enum):
@@ -72,23 +72,32 @@ class Acceptance:
         """memory: weight of earlier drafts against the newest."""
         self._memory = memory
         self._accepted = self._tried = 0.0
+        self._length = 0
+        """Length of the sequence behind the newest draft"""
 
-    def rate(self, prior: float = _PRIOR) -> float:
+    def rate(self, prior: float = _PRIOR, length: int = 0) -> float:
         """Return the estimated probability that the next draft token is accepted.
 
-        prior: the probability before any draft.
+        prior: the probability before any draft. length: present length of the sequence. The
+        estimate moves towards `prior` with each token that follows the newest draft.
         """
-        return (self._accepted + prior * _PRIOR_WEIGHT) / (self._tried + _PRIOR_WEIGHT)
+        if not self._tried:
+            return prior
+        kept = self._kept(length)
+        tried = kept * self._tried + _PRIOR_WEIGHT
+        return (kept * self._accepted + prior * _PRIOR_WEIGHT) / tried
 
-    def learn(self, proposed: int, accepted: int) -> None:
-        """Update the estimate with a draft."""
-        self._accepted = self._memory * self._accepted + accepted
-        self._tried = self._memory * self._tried + accepted + (accepted < proposed)
+    def learn(self, proposed: int, accepted: int, length: int = 0) -> None:
+        """Update the estimate with a draft. length: that of the sequence before the draft."""
+        kept = self._memory * self._kept(length)
+        self._accepted = kept * self._accepted + accepted
+        self._tried = kept * self._tried + accepted + (accepted < proposed)
+        self._length = length + accepted + 1
 
-    def forget(self) -> None:
-        """Move the estimate towards that of a new sequence, after a step without a draft."""
-        self._accepted *= _FORGETTING
-        self._tried *= _FORGETTING
+    def _kept(self, length: int) -> float:
+        """Return the weight of the drafts so far once the sequence has a length."""
+        kept: float = _FORGETTING ** max(length - self._length, 0)
+        return kept
 
 
 class Speculation:
@@ -107,29 +116,31 @@ class Speculation:
         self._index = NgramIndex()
         self._prediction = PredictedText(prediction) if len(prediction) else None
         self._prompt_length = prompt_length
-        self._acceptances = {kind: Acceptance() for kind in DraftKind}
+        self._acceptances: dict[DraftKind, Acceptance] = {}
+        """Acceptance of each source that has proposed a draft"""
 
     @property
     def has_prediction(self) -> bool:
         """True if the client expects a text."""
         return self._prediction is not None
 
-    @property
-    def rate(self) -> float:
-        """Highest estimated probability that a token from the text or from n-grams is accepted."""
-        kinds = (DraftKind.NGRAM, DraftKind.PREDICTION)[: 1 + self.has_prediction]
-        return max(self._acceptances[kind].rate() for kind in kinds)
+    def rate(self, length: int) -> float:
+        """Return the highest probability that a token from the text or from n-grams is accepted.
 
-    def rate_of(self, kind: DraftKind) -> float:
-        """Return the estimated probability that a source's next draft token is accepted."""
-        return self._acceptances[kind].rate()
-
-    def model_rate(self, kind: DraftKind, prior: float) -> float:
-        """Return the same of a draft model or a head.
-
-        prior: the probability before the first draft.
+        length: length of the sequence.
         """
-        return self._acceptances[kind].rate(prior)
+        rate = self.rate_of(DraftKind.NGRAM, length)
+        if self._prediction is None:
+            return rate
+        return max(rate, self.rate_of(DraftKind.PREDICTION, length))
+
+    def rate_of(self, kind: DraftKind, length: int, prior: float = _PRIOR) -> float:
+        """Return the estimated probability that a source's next draft token is accepted.
+
+        length: length of the sequence. prior: the probability before the first draft.
+        """
+        acceptance = self._acceptances.get(kind)
+        return prior if acceptance is None else acceptance.rate(prior, length)
 
     def propose(
         self, tokens: npt.NDArray[np.int32], most: int, *, looks_up: bool = True
@@ -156,12 +167,7 @@ class Speculation:
         found = self._index.propose(tokens, most) if looks_up else []
         return Draft(DraftKind.NGRAM, found) if found else None
 
-    def learn(self, kind: DraftKind, proposed: int, accepted: int) -> None:
-        """Count a draft, and adapt to its outcome."""
+    def learn(self, kind: DraftKind, proposed: int, accepted: int, length: int) -> None:
+        """Count a draft, and adapt to its outcome. length: that of the sequence before it."""
         self.counts[kind].add(proposed, accepted)
-        self._acceptances[kind].learn(proposed, accepted)
-
-    def skip(self) -> None:
-        """Note a step without a draft."""
-        for acceptance in self._acceptances.values():
-            acceptance.forget()
+        self._acceptances.setdefault(kind, Acceptance()).learn(proposed, accepted, length)

@@ -122,14 +122,15 @@ def make_loop(
     """
     clock = accumulate(cycle(ticks))
     drafts: DraftModel | None = None
+    clocks = (lambda: next(clock)), (lambda: 0.0)
     if draft is not None:
         own = draft.allocate_cache(blocks, block)
         size = decoder.spec.vocab_size
         if isinstance(draft, DraftHead):
             kind, kept = DraftKind.EAGLE, most_kept
-            drafts = head_drafts(draft, own, size, 64, kind, targets, kept, lambda: next(clock))
+            drafts = head_drafts(draft, own, size, 64, kind, targets, kept, *clocks)
         else:
-            drafts = draft_model(draft, own, size, 64, lambda: next(clock))
+            drafts = draft_model(draft, own, size, 64, *clocks)
     limits = SchedulerLimits(
         running,
         step_tokens,

@@ -1,6 +1,6 @@
 """Drafts of an EAGLE-3 head: the output stays the same, and the head sees what it was made for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -182,6 +182,35 @@ def test_useless_drafts_end_soon_and_are_tried_rarely(
     assert 0 < len(parts) < 720 / 20
 
 
+def test_states_are_kept_for_trials_alone_while_drafts_save_nothing(
+    repeating: tuple[Decoder, EagleHead],
+) -> None:
+    """And for all sequences again once drafts are accepted. Each copy lengthens a step."""
+    kept: list[int] = []
+
+    class CountedHeadDrafts(HeadDrafts):
+        def keep(
+            self,
+            plan: StepPlan,
+            tapped: Sequence[Tensor],
+            wanted: Collection[TokenSequence] | None = None,
+        ) -> Mapping[TokenSequence, int]:
+            kept.append(1)
+            return super().keep(plan, tapped, wanted)
+
+    decoder, head = repeating
+    loop = make_loop(decoder, draft=head.model, targets=head.targets, head_drafts=CountedHeadDrafts)
+    for handle in range(4):
+        run(loop, [make_request(handle, [[5 + handle, 9]], max_tokens=100, temperature=50.0)])
+    [random] = loop.take_output().load.drafts
+    assert len(kept) < 400 / 4
+    assert random.accepted < random.drafted / 4
+    for handle in range(4, 8):
+        run(loop, [make_request(handle, [[3, head.targets[0]]], max_tokens=100)])
+    [total] = loop.take_output().load.drafts
+    assert total.accepted - random.accepted > 100
+
+
 def test_prefix_that_sequences_share_is_computed_once(
     repeating: tuple[Decoder, EagleHead], parts: list[DraftPart]
 ) -> None:
@@ -220,7 +249,12 @@ def test_head_goes_on_behind_hidden_states_that_are_gone(
 
 def test_failure_of_the_head_ends_its_drafts_alone(repeating: tuple[Decoder, EagleHead]) -> None:
     class BrokenHeadDrafts(HeadDrafts):
-        def keep(self, plan: StepPlan, tapped: Sequence[Tensor]) -> Mapping[TokenSequence, int]:
+        def keep(
+            self,
+            plan: StepPlan,
+            tapped: Sequence[Tensor],
+            wanted: Collection[TokenSequence] | None = None,
+        ) -> Mapping[TokenSequence, int]:
             raise RuntimeError("out of memory")
 
     decoder, head = repeating

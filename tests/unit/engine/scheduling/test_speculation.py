@@ -96,15 +96,14 @@ class TestSpeculation:
 
     def test_rate_follows_the_outcome_of_its_source_and_is_forgotten(self) -> None:
         speculation = Speculation([1], prompt_length=0)
-        first = speculation.rate_of(DraftKind.NGRAM)
-        speculation.learn(DraftKind.NGRAM, 4, 0)
-        low = speculation.rate_of(DraftKind.NGRAM)
-        assert low < first == speculation.rate_of(DraftKind.PREDICTION)
-        for _ in range(200):
-            speculation.skip()
-        assert low < speculation.rate_of(DraftKind.NGRAM) == pytest.approx(first, rel=0.05)
-        speculation.learn(DraftKind.NGRAM, 4, 4)
-        assert speculation.rate_of(DraftKind.NGRAM) > first
+        first = speculation.rate_of(DraftKind.NGRAM, 20)
+        speculation.learn(DraftKind.NGRAM, 4, 0, 20)
+        low = speculation.rate_of(DraftKind.NGRAM, 21)
+        assert low < first == speculation.rate_of(DraftKind.PREDICTION, 21)
+        forgotten = speculation.rate_of(DraftKind.NGRAM, 221)
+        assert low < forgotten == pytest.approx(first, rel=0.05)
+        speculation.learn(DraftKind.NGRAM, 4, 4, 221)
+        assert speculation.rate_of(DraftKind.NGRAM, 226) > first
 
 
 class TestDraftLengths:
