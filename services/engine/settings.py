@@ -136,8 +136,8 @@ class EngineSettings(StreamSettings, PeerSettings, ReportSettings, CheckpointSet
     draft: str = setting(
         "",
         "Draft model, which proposes draft tokens where they save time: the directory or GGUF file "
-        "of a smaller model with the same vocabulary, or the directory of an EAGLE-3 head; empty = "
-        "none.",
+        "of a smaller model with the same vocabulary, or the directory of an EAGLE-3 head or of "
+        "Gemma 4's assistant; empty = none.",
     )
     vision: str = setting(
         "auto",

@@ -17,6 +17,7 @@ from services.common.model_files.checkpoint_folder import (
 from services.common.settings import StartupError
 from services.engine.kernels.freshness import require_current
 from services.engine.model.checkpoint.architectures import family_of
+from services.engine.model.checkpoint.assistant_config import is_assistant
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.eagle_config import is_eagle
 from services.engine.model.checkpoint.encoder_families import JINA_V5
@@ -216,7 +217,7 @@ def _draft_bytes(settings: EngineSettings) -> int:
     try:
         require_readable(path)
         config = checkpoint_config(path)
-        if config is None or not is_eagle(config):
+        if config is None or not (is_eagle(config) or is_assistant(config)):
             code_of(config, settings.model_code)
         return stored_weights(path).num_bytes("full", _number_bytes(settings))
     except (CheckpointFolderError, CheckpointError, GgufError) as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from services.common.model_files.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
+from services.engine.execution.assistant_drafts import LEAST_KEPT, AssistantDrafts
 from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.draft_vocabulary import find_difference
 from services.engine.execution.head_drafts import HeadDrafts
@@ -14,6 +15,9 @@ from services.engine.execution.model_loader import load_any_model
 from services.engine.execution.step_memory import measure_steps
 from services.engine.kernels.memory import populate_behind
 from services.engine.model.architecture.cache_groups import layer_groups
+from services.engine.model.assistant_head import AssistantHead, load_assistant
+from services.engine.model.attention import KVCache
+from services.engine.model.checkpoint.assistant_config import is_assistant
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.eagle_config import eagle_depths, is_eagle
 from services.engine.model.checkpoint.tensors import Checkpoint
@@ -62,8 +66,10 @@ class LoadedDraft:
         own = sum(map(self.decoder.block_bytes, layer_groups(self.decoder.spec)))
         return own * self.block_size // self.decoder.block_size
 
-    def allocate(self, num_blocks: int) -> DraftModel:
-        """Allocate the pages for so many blocks of the engine's model."""
+    def allocate(self, num_blocks: int, target: KVCache) -> DraftModel:
+        """Allocate the pages for so many blocks of the engine's model, whose cache is `target`."""
+        if isinstance(self.decoder, AssistantHead):
+            return AssistantDrafts(self.decoder, target, self.vocabulary_size, self.pass_tokens)
         groups = len(layer_groups(self.decoder.spec))
         cache = self.decoder.allocate_cache([num_blocks] * groups, self.block_size)
         if self.decoder.device.type == "cpu":
@@ -90,9 +96,12 @@ def tap_for_head(path: Path, target: Model) -> None:
     try:
         with opened_checkpoint(path) as directory:
             config = Checkpoint.config(directory)
-            if not is_eagle(config):
+            if is_assistant(config):
+                depths: Sequence[int] = [target.spec.num_layers]
+            elif is_eagle(config):
+                depths = eagle_depths(config, target.spec.num_layers)
+            else:
                 return
-            depths = eagle_depths(config, target.spec.num_layers)
     except CheckpointError as error:
         raise StartupError(f"--draft {path}: {error}") from None
     _tap(f"--draft {path}", depths, target)
@@ -148,7 +157,12 @@ def load_draft(
     _require_target("--draft", target)
     try:
         with opened_checkpoint(path) as directory:
-            if is_eagle(Checkpoint.config(directory)):
+            config = Checkpoint.config(directory)
+            if is_assistant(config):
+                assert isinstance(target, Decoder)
+                assistant = load_assistant(directory, target, kv_dtype)
+                return _reserved(option, assistant, target, max_running, DraftKind.MODEL)
+            if is_eagle(config):
                 assert isinstance(target, Decoder)
                 head = load_eagle(directory, target, kv_dtype)
                 return _reserved(
@@ -186,15 +200,16 @@ def _reserved(
         )
     tokens = max(_PASS_TOKENS, max_running)
     further = 0
-    if decoder.device.type == "cpu":
+    if decoder.device.type == "cpu" or isinstance(decoder, AssistantHead):
         further = decoder.pass_bytes(tokens, max_running, decoder.spec.context_length)
     needed = decoder.bytes_to_reserve(tokens, max_running) + further
     require_memory(needed, f"A pass of {option}", decoder.device)
     decoder.reserve(tokens, max_running)
-    if decoder.device.type == "cuda":
+    if decoder.device.type == "cuda" and not isinstance(decoder, AssistantHead):
         further = measure_steps(decoder, tokens - max_running, max_running, None)
     if isinstance(decoder, DraftHead):
-        further += _KEPT_ROWS * decoder.states_width * decoder.dtype.itemsize
+        kept = LEAST_KEPT * max_running if isinstance(decoder, AssistantHead) else _KEPT_ROWS
+        further += kept * decoder.states_width * decoder.dtype.itemsize
     size, block_size = target.spec.vocab_size, target.block_size
     return LoadedDraft(decoder, size, block_size, tokens, further, kind, targets)
 

@@ -161,9 +161,10 @@ def load(settings: EngineSettings) -> LoadedModel:
     num_blocks = _choose_num_blocks(settings, decoder, ranks, need, step_bytes)
     context_length = _context_length(settings, decoder, need, num_blocks)
     capacity = graph_capacity(settings, decoder, context_length)
+    cache = _allocate_cache(decoder, num_blocks, need, context_length, pads=capacity is not None)
     return LoadedModel(
         decoder,
-        _allocate_cache(decoder, num_blocks, need, context_length, pads=capacity is not None),
+        cache,
         ranks,
         need.divide(num_blocks),
         need.state_slots(num_blocks),
@@ -176,7 +177,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         pool_bytes=tuple(map(ranks.total, need.pool_bytes)),
         settings=settings,
         pooler=pooler,
-        draft=None if draft is None else draft.allocate(num_blocks),
+        draft=None if draft is None else draft.allocate(num_blocks, cache),
     )
 
 

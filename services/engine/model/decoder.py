@@ -88,6 +88,11 @@ class Decoder(LayerStack):
         """Weight [hidden_size] of the norm in front of the logits."""
         return self._weights.final_norm
 
+    def reads_pages_of(self, other: AttentionBackend) -> bool:
+        """Return whether another backend's pages have the same layout and type."""
+        mine, same = self._attention, self._attention.block_size == other.block_size
+        return same and isinstance(mine, type(other)) and mine.kv_dtype == other.kv_dtype
+
     @property
     def computes_logits(self) -> bool:
         return self._weights.output is not None

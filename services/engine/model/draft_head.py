@@ -28,13 +28,15 @@ class HeadInputs(ABC):
     """Number of streams of `ResidualRows` that the layer reads; 0: it reads `hidden`"""
     width: int
     """Width of the hidden states of the engine's model that a row reads"""
+    embedding_width = 0
+    """Width of the embeddings; 0: hidden_size"""
 
     @abstractmethod
     def fill(self, embedded: Tensor, states: Tensor, rows: ResidualRows, *, is_own: bool) -> None:
         """Fill the rows with the layer's input.
 
-        embedded: [n, hidden_size], embeddings of the tokens behind. states: [n, width], hidden
-        states of the engine's model; is_own: [n, hidden_size], those that the head has made.
+        embedded: [n, embedding_width], embeddings of the tokens behind. states: [n, width], hidden
+        states of the engine's model; is_own: those that `following` has returned.
         """
 
     @abstractmethod
@@ -88,7 +90,8 @@ class DraftHead(Decoder):
 
     def _begin(self, batch: StepBatch, buffers: Activations) -> None:
         tokens = len(batch.token_ids)
-        embedded = torch.empty_like(buffers.hidden)
+        width = self._inputs.embedding_width or self.spec.hidden_size
+        embedded = buffers.hidden.new_empty(tokens, width)
         self._weights.embedding.read(batch.token_ids, embedded)
         states, is_own = self._states, self._is_own
         if states is None:

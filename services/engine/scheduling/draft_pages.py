@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from services.engine.scheduling.sequence import TokenSequence
 
-__all__ = ["DraftPages", "HeadPages"]
+__all__ = ["DraftPages", "HeadPages", "SharedPages"]
 
 
 @dataclass(slots=True, eq=False)
@@ -146,3 +146,21 @@ class HeadPages(DraftPages):
     def leave(self, sequence: TokenSequence) -> None:
         super().leave(sequence)
         self._firsts.pop(sequence, None)
+
+
+class SharedPages(HeadPages):
+    """Knowledge about the hidden states for an assistant, which reads the model's own pages."""
+
+    def count_computed(self, sequence: TokenSequence) -> int:
+        """Return the number of the tokens before the newest one."""
+        return sequence.length - 1
+
+    def first_block(self, sequence: TokenSequence) -> int:
+        return 0
+
+    def can_continue(self, sequence: TokenSequence) -> bool:
+        """Return whether the hidden states of the token before the newest one are kept."""
+        return self._firsts.get(sequence, sequence.length) < sequence.length - 1
+
+    def write(self, sequence: TokenSequence, end: int, guessed: Sequence[int]) -> None:
+        """Do nothing: an assistant writes no pages."""

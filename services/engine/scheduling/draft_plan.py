@@ -20,6 +20,8 @@ class DraftLimits:
     """Most tokens of a pass"""
     kind: DraftKind = DraftKind.MODEL
     """Source of the draft tokens; all but a draft model read hidden states of the engine's model"""
+    shares_pages: bool = False
+    """True if it reads the pages of the engine's model, and its hidden states, too"""
 
 
 @dataclass(frozen=True, slots=True)

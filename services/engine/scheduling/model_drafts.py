@@ -15,7 +15,7 @@ from dataclasses import replace
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.draft_account import DraftAccount
 from services.engine.scheduling.draft_lengths import DraftLengths, MadeDraft, MadeLengths
-from services.engine.scheduling.draft_pages import DraftPages, HeadPages
+from services.engine.scheduling.draft_pages import DraftPages, HeadPages, SharedPages
 from services.engine.scheduling.draft_plan import DraftLimits, DraftPart, DraftResult
 from services.engine.scheduling.draft_trials import TRIAL_LENGTH, TRIAL_RATE, DraftTrials
 from services.engine.scheduling.sequence import TokenSequence
@@ -52,8 +52,9 @@ class ModelDrafts:
         self._limits = limits
         self._lengths = lengths
         self._caches = caches
-        self._heads = HeadPages(caches.block_size)
-        is_head = limits.kind is not DraftKind.MODEL
+        pages_of_head = SharedPages if limits.shares_pages else HeadPages
+        self._heads = pages_of_head(caches.block_size)
+        is_head = limits.kind is not DraftKind.MODEL or limits.shares_pages
         self._pages = self._heads if is_head else DraftPages(caches.block_size)
         self._passes = StepTimes()
         self._token_seconds = 0.0

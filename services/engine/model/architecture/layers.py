@@ -78,6 +78,8 @@ class AttentionSpec:
     """True if tokens see their own chunk of `window` tokens, not the last `window`"""
     reads_layer: int | None = None
     """Layer whose keys and values this one reads; None: it has its own"""
+    foreign_group: int | None = None
+    """Cache group of another model's pages that this layer reads as its own; None: it reads none"""
     input_width: int = 0
     """Width of the input; 0: that of the residual"""
     alibi_bias: float = 0.0

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.common.model_files.draft_heads import is_draft_head
+from services.common.model_files.draft_heads import is_eagle_name
 from services.engine.model.checkpoint.config import CheckpointError, Config
 
 __all__ = ["NUM_DEPTHS", "eagle_depths", "is_eagle"]
@@ -14,7 +14,7 @@ NUM_DEPTHS = 3
 def is_eagle(config: Config) -> bool:
     """Return whether a config.json describes an EAGLE-3 head."""
     names = config.values.get("architectures")
-    return isinstance(names, list) and any(is_draft_head(str(name)) for name in names)
+    return isinstance(names, list) and any(is_eagle_name(str(name)) for name in names)
 
 
 def eagle_depths(config: Config, num_layers: int) -> Sequence[int]:

@@ -193,9 +193,11 @@ class MixerMaker:
     def _attention(
         self, layer: int, spec: AttentionSpec, weights: AttentionWeights
     ) -> AttentionMixer:
-        rotation = None
+        rotation, group = None, spec.foreign_group
         if spec.rotary is not None:
             rotation = self.rotaries.index(spec.rotary, spec.head_dim)
+        if group is None:
+            group = self._groups[layer if spec.reads_layer is None else spec.reads_layer]
         return AttentionMixer(
             layer,
             spec,
@@ -204,5 +206,5 @@ class MixerMaker:
             rotation,
             self._operators,
             self._backend,
-            self._groups[layer if spec.reads_layer is None else spec.reads_layer],
+            group,
         )

@@ -1,0 +1,93 @@
+"""Draft tokens of an assistant, which reads the pages of the engine's model."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.engine.batch.staging import Staging
+from services.engine.batch.step_batch import StepBatch
+from services.engine.execution.head_drafts import HeadDrafts
+from services.engine.model.assistant_head import AssistantHead
+from services.engine.model.attention import KVCache
+from services.engine.scheduling.draft_plan import DraftPart
+from services.engine.scheduling.speculation import DraftKind
+
+__all__ = ["LEAST_KEPT", "AssistantDrafts"]
+
+LEAST_KEPT = 32
+"""Rows of hidden states that are kept of a sequence; an assistant reads the newest alone"""
+
+
+class AssistantDrafts(HeadDrafts):
+    """An assistant that makes draft tokens from the keys and values of the tokens before."""
+
+    def __init__(
+        self,
+        head: AssistantHead,
+        cache: KVCache,
+        vocabulary_size: int,
+        pass_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """cache: that of the engine's model."""
+        own = head.pages_of(cache)
+        kind = DraftKind.MODEL
+        super().__init__(head, own, vocabulary_size, pass_tokens, kind, (), LEAST_KEPT, clock)
+        self.limits = replace(self.limits, shares_pages=True)
+        self._staging = Staging(head.device, len(cache.groups))
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        tables = [[0]] * len(self._cache.groups)
+        batch = self._batch([np.zeros(1, dtype=np.int32)], [1], tables)
+        states = torch.zeros(
+            1, self._head.states_width, dtype=self._head.dtype, device=self._head.device
+        )
+        hidden = self._head.run(batch, self._cache, states, is_own=False)
+        self._most_likely(hidden, [0])
+        self._head.following_states(hidden)
+
+    def _forward(
+        self,
+        ids: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]],
+        starts: Sequence[int],
+        parts: Sequence[DraftPart],
+    ) -> Tensor:
+        tables = [table.blocks for part in parts for table in part.sequence.tables]
+        return self._compute(self._batch(ids, [part.end - 1 for part in parts], tables))
+
+    def _batch(
+        self,
+        ids: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]],
+        contexts: Sequence[int],
+        tables: Sequence[list[int]],
+    ) -> StepBatch:
+        """Return a batch of one row for each sequence, at the position behind its context.
+
+        contexts: number of tokens that each row sees. tables: as in `Staging.lay_out`.
+        """
+        count = len(contexts)
+        fields = self._staging.lay_out(count, tables)
+        np.minimum(np.concatenate(ids), self._most_id, out=fields.token_ids)
+        fields.query_starts[:] = np.arange(count + 1)
+        fields.context_lengths[:] = contexts
+        fields.positions[:] = contexts
+        fields.slots[:] = 0
+        staged = self._staging.send()
+        slots, tables_of_groups = staged.slots.unbind(), staged.block_tables.unbind(1)
+        batch = StepBatch(
+            token_ids=staged.token_ids,
+            positions=staged.positions,
+            slots=slots[0],
+            query_starts=staged.query_starts,
+            context_lengths=staged.context_lengths,
+            block_tables=tables_of_groups[0],
+            num_decodes=count,
+            query_lengths_host=(1,) * count,
+            context_lengths_host=tuple(contexts),
+        )
+        return batch.with_groups(slots[1:], tables_of_groups[1:])
