@@ -327,13 +327,16 @@ def _require_blocks(directory: Path, spec: ModelSpec, checkpoint: TensorFiles) -
         )
 
 
-def open_tensors(directory: Path, spec: ModelSpec, *, maps: bool = False) -> TensorFiles:
+def open_tensors(
+    directory: Path, spec: ModelSpec, *, maps: bool = False, drafts: bool = False
+) -> TensorFiles:
     """Return the reader of a checkpoint's files, which opens them when it is entered.
 
-    maps: quantized weights stay in the files.
+    maps: quantized weights stay in the files. drafts: the tensors of layers that make draft tokens
+    are among a GGUF file's.
     """
     if (directory / PARTS).is_dir():
-        return GgufTensors(directory, maps=maps)
+        return GgufTensors(directory, maps=maps, drafts=drafts)
     if spec.tasks and not spec.family.has_task_adapters:
         return TaskTensors(directory)
     if maps:

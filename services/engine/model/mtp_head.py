@@ -4,6 +4,7 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2. The layer reads
 hidden states behind their norm; further draft tokens read its own output behind its norm.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ from services.engine.model.weight_reader import WeightReader
 
 __all__ = ["holds_mtp", "load_mtp"]
 
+_LOG = logging.getLogger("engine")
+
 
 @dataclass(frozen=True, slots=True)
 class _Format:
@@ -54,6 +57,8 @@ class _Format:
     embedding_norm: str
     states_norm: str
     final_norm: str
+    may_share_norm: bool = False
+    """True if files without the last norm share that of the model"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,24 @@ class _StoredHead:
     projection: StoredLinear
     embedding_norm: StoredNorm
     states_norm: StoredNorm
-    final_norm: StoredNorm
+    final_norm: StoredNorm | None
+    """Norm in front of the logits; None: that of the model"""
     layer: StoredLayer
+
+    @staticmethod
+    def of(spec: ModelSpec, files: TensorFiles, found: _Format) -> "_StoredHead":
+        """List the tensors. spec: shape of the layer."""
+        names = LayerNames(spec, f"{found.root}{found.inputs}")
+        width = spec.hidden_size
+        has_norm = files.holds(f"{found.root}{found.inputs}{found.final_norm}.weight")
+        shares_norm = found.may_share_norm and not has_norm
+        return _StoredHead(
+            projection=names.linear((found.projection,), (width,), 2 * width, False),
+            embedding_norm=names.required_norm(found.embedding_norm),
+            states_norm=names.required_norm(found.states_norm),
+            final_norm=None if shares_norm else names.required_norm(found.final_norm),
+            layer=stored_layer(spec, 0, found.root),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +121,21 @@ class MtpInputs(HeadInputs):
 
 
 def holds_mtp(directory: Path, spec: ModelSpec) -> bool:
-    """Return whether the files of a checkpoint hold an MTP layer."""
-    with open_tensors(directory, spec) as files:
-        return any(_is_held(files, each) for each in _formats(spec))
+    """Return whether the files of a checkpoint hold an MTP layer.
+
+    Logs why a layer can't be used, of which a tensor is missing or has another shape.
+    """
+    with open_tensors(directory, spec, drafts=True) as files:
+        found = next((each for each in _formats(spec) if _is_held(files, each)), None)
+        if found is None:
+            return False
+        try:
+            stored = _StoredHead.of(_spec(files, spec, found), files, found)
+            files.require(stored_tensors(stored), ("*",))
+        except CheckpointError as error:
+            _LOG.warning("the MTP layer makes no draft tokens: %s", error)
+            return False
+    return True
 
 
 def load_mtp(directory: Path, target: Decoder, kv_dtype: str) -> DraftHead:
@@ -112,20 +145,12 @@ def load_mtp(directory: Path, target: Decoder, kv_dtype: str) -> DraftHead:
     such layer.
     """
     whole = target.spec
-    with open_tensors(directory, whole) as files:
+    with open_tensors(directory, whole, drafts=True) as files:
         found = next((each for each in _formats(whole) if _is_held(files, each)), None)
         if found is None:
             raise CheckpointError(f"{directory}: no file holds an MTP layer.")
         spec = _spec(files, whole, found)
-        names = LayerNames(spec, f"{found.root}{found.inputs}")
-        width = spec.hidden_size
-        stored = _StoredHead(
-            projection=names.linear((found.projection,), (width,), 2 * width, False),
-            embedding_norm=names.required_norm(found.embedding_norm),
-            states_norm=names.required_norm(found.states_norm),
-            final_norm=names.required_norm(found.final_norm),
-            layer=stored_layer(spec, 0, found.root),
-        )
+        stored = _StoredHead.of(spec, files, found)
         operators = choose_operators(spec, target.dtype, target.device, "full")
         tiled = isinstance(operators, TiledOperators)
         attention = choose_backend(
@@ -135,12 +160,14 @@ def load_mtp(directory: Path, target: Decoder, kv_dtype: str) -> DraftHead:
         reader = TensorReader(files, spec, target.dtype, target.device, operators, bar, Shard())
         reader.root = found.root
         layer = WeightReader(reader).layer(stored.layer, spec.layers[0])
-        final_norm = reader.norm_weight(reader.tensor(stored.final_norm.weight))
+        final_norm = target.final_norm
+        if stored.final_norm is not None:
+            final_norm = reader.norm_weight(reader.tensor(stored.final_norm.weight))
         inputs = MtpInputs(
             projection=reader.product(
                 reader.linear(stored.projection, None), reader.operators_of(stored.projection)
             ),
-            width=width,
+            width=spec.hidden_size,
             embedding_norm=reader.norm_weight(reader.tensor(stored.embedding_norm.weight)),
             states_norm=reader.norm_weight(reader.tensor(stored.states_norm.weight)),
             target_norm=target.final_norm,
@@ -165,6 +192,8 @@ def load_mtp(directory: Path, target: Decoder, kv_dtype: str) -> DraftHead:
 def _formats(spec: ModelSpec) -> Iterator[_Format]:
     """Yield the formats in which files may hold the layer."""
     layers, number = spec.family.names.layers, spec.num_layers
+    norms = ("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")  # of GGUF files
+    yield _Format("", layers, number, f"{layers}.{number}.", "nextn.eh_proj", *norms, True)
     for root in spec.family.names.roots:
         behind = f"{layers}.{number}."  # of DeepSeek V3 and GLM-4.5
         norms = ("enorm", "hnorm", "shared_head.norm")

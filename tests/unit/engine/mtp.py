@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gguf import MODEL_ARCH_NAMES, GGUFWriter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -12,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.files import make_checkpoint
+from tests.unit.engine.gguf_checkpoints import ARCHITECTURES, write_gguf
 
 
 class MtpNames(NamedTuple):
@@ -51,9 +53,9 @@ FORMATS["deepseek v3.2"] = FORMATS["glm4 moe"] = FORMATS["deepseek v3"]
 FORMATS["qwen3.5"] = FORMATS["qwen3.5 moe"] = FORMATS["qwen3 next"]
 
 
-def make_mtp(directory: Path, family: str) -> MtpParts:
-    """Write a checkpoint of a family with an MTP layer."""
-    config = CONFIGS[family].to_dict()
+def make_mtp(directory: Path, family: str, **changes: Any) -> MtpParts:
+    """Write a checkpoint of a family with an MTP layer. changes: other values of its config."""
+    config = {**CONFIGS[family].to_dict(), **changes}
     number = config["num_hidden_layers"]
     more: dict[str, Any] = {"num_hidden_layers": number + 1}
     if config.get("layer_types"):
@@ -84,3 +86,27 @@ def make_mtp(directory: Path, family: str) -> MtpParts:
     values["num_nextn_predict_layers"] = 1
     (directory / "config.json").write_text(json.dumps(values))
     return MtpParts(whole, projection, *(1 + norm for norm in norms))
+
+
+def write_mtp_gguf(path: Path, parts: MtpParts, *, without: str = "") -> None:
+    """Write a GGUF file of a model whose last layer is the MTP layer, as llama.cpp names it.
+
+    without: name of a tensor that the file lacks.
+    """
+    config = parts.whole.config
+    architecture = MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]]
+    tensors = {
+        "eh_proj": parts.projection,
+        "enorm": parts.embedding_norm,
+        "hnorm": parts.states_norm,
+        "shared_head_norm": parts.final_norm,
+    }
+
+    def add_inputs(writer: GGUFWriter) -> None:
+        writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
+        for name, tensor in tensors.items():
+            if name != without:
+                number = config.num_hidden_layers - 1
+                writer.add_tensor(f"blk.{number}.nextn.{name}.weight", tensor.numpy())
+
+    write_gguf(path, parts.whole, further=add_inputs)

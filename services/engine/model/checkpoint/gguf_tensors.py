@@ -132,8 +132,11 @@ class GgufTensors(TensorFiles):
 
     has_peft_names = False
 
-    def __init__(self, directory: Path, *, maps: bool = False) -> None:
-        """Read the headers. Raises CheckpointError for a damaged or truncated file."""
+    def __init__(self, directory: Path, *, maps: bool = False, drafts: bool = False) -> None:
+        """Read the headers. Raises CheckpointError for a damaged or truncated file.
+
+        drafts: whether layers that make draft tokens are read, too.
+        """
         super().__init__(directory, maps=maps)
         self._places: dict[str, _Place] = {}
         try:
@@ -143,10 +146,12 @@ class GgufTensors(TensorFiles):
         self._maps: dict[Path, _MappedFile] = {
             part: _MappedFile.of(part) for part, size in file.sizes.items() if size
         }
-        drafts = {name.split(".")[1] for name in file.tensors if ".nextn." in name}
+        unread: set[str] = set()
+        if not drafts:  # layers that make draft tokens are not part of the model
+            unread = {name.split(".")[1] for name in file.tensors if ".nextn." in name}
         for tensor in file.tensors.values():
             layer = tensor.name.partition("blk.")[2].partition(".")[0]
-            if layer not in drafts:  # layers that draft tokens are not part of the model
+            if layer not in unread:
                 self._add(tensor, file.sizes[tensor.file])
         self._take_factors(file)
 

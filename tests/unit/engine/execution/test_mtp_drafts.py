@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
 from services.engine.engine import Engine
 from services.engine.settings import EngineSettings
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.files import make_checkpoint as make_family
-from tests.unit.engine.mtp import FORMATS, make_mtp
+from tests.unit.engine.mtp import FORMATS, make_mtp, write_mtp_gguf
 from tests.unit.engine.tiny import make_checkpoint
 
 SETTINGS = EngineSettings(dtype="float32", device="cpu", kv_memory="16MiB", max_running=4)
@@ -37,6 +38,29 @@ def test_mtp_layer_keeps_the_answers_and_is_counted(family: str, tmp_path: Path)
     for [count] in counts[1:]:
         assert count.source == "mtp"
         assert count.drafted > 0
+
+
+def test_mtp_layer_of_a_gguf_file_drafts_unless_a_tensor_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = make_mtp(tmp_path, "glm4 moe")
+    answers = []
+    for without, speculate in (("", "off"), ("", "auto"), ("eh_proj", "auto"), ("eh_proj", "mtp")):
+        path = tmp_path / f"model{without}.gguf"
+        write_mtp_gguf(path, parts, without=without)
+        settings = replace(SETTINGS, speculate=speculate)
+        with opened_checkpoint(path) as directory:
+            if speculate == "mtp":
+                with pytest.raises(StartupError, match=r"no file holds the tensor .*eh_proj"):
+                    Engine(directory, settings)
+                continue
+            with Engine(directory, settings) as engine:
+                done = engine.generate([5, 7], max_tokens=20, temperature=0, ignore_eos=True)
+                answers.append(done.token_ids)
+                counts = engine.loaded.steps.take_output().load.drafts
+        assert [each.source for each in counts] == ["mtp"] * (speculate == "auto" and not without)
+    assert answers[0] == answers[1] == answers[2]
+    assert "the MTP layer makes no draft tokens" in caplog.text
 
 
 def test_models_without_an_mtp_layer_are_refused(tmp_path: Path) -> None:

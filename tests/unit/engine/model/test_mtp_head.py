@@ -1,6 +1,7 @@
 """MTP layers compute the paper's formulas with the layer that transformers computes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.model.mtp_head import load_mtp
 from tests.unit.engine.checkpoints.driver import Driver
-from tests.unit.engine.mtp import FORMATS, MtpParts, make_mtp
+from tests.unit.engine.checkpoints.shapes import YARN
+from tests.unit.engine.mtp import FORMATS, MtpParts, make_mtp, write_mtp_gguf
 from tests.unit.engine.tiny import make_checkpoint
 
 LENGTH, FOLLOWING = 23, 4
@@ -50,14 +53,10 @@ def expected_logits(parts: MtpParts, ids: Tensor) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("family", FORMATS)
-def test_logits_are_those_of_the_published_formulas(family: str, tmp_path: Path) -> None:
-    parts = make_mtp(tmp_path, family)
-    torch.manual_seed(3)
-    ids = torch.randint(parts.whole.config.vocab_size, (LENGTH + FOLLOWING,))
-    expected = expected_logits(parts, ids)
-    decoder = load_tapped(tmp_path)
-    model = load_mtp(tmp_path, decoder, "model")
+def computed_logits(path: Path, ids: Tensor) -> Tensor:
+    """Return the rows of `expected_logits` as our layer computes them."""
+    decoder = load_tapped(path)
+    model = load_mtp(path, decoder, "model")
     size = decoder.block_size
     feeder, follower = Driver(decoder, [ids], size), Driver(model, [ids[1:]], size)
     logits = []
@@ -74,7 +73,31 @@ def test_logits_are_those_of_the_published_formulas(family: str, tmp_path: Path)
         follower.advance([(0, 1)])
         own = model.following_states(hidden)
         logits.append(model.logits(hidden).clone())
-    torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_logits_are_those_of_the_published_formulas(family: str, tmp_path: Path) -> None:
+    parts = make_mtp(tmp_path, family)
+    torch.manual_seed(3)
+    ids = torch.randint(parts.whole.config.vocab_size, (LENGTH + FOLLOWING,))
+    expected = expected_logits(parts, ids)
+    logits = computed_logits(tmp_path, ids)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["deepseek v3", "glm4 moe", "qwen3 next", "qwen3.5"])
+def test_layer_of_a_gguf_file_computes_the_same(family: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {}
+    if family == "deepseek v3":  # files have no further factors of YaRN
+        changes["rope_parameters"] = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    parts = make_mtp(tmp_path, family, **changes)
+    write_mtp_gguf(tmp_path / "model.gguf", parts)
+    torch.manual_seed(3)
+    ids = torch.randint(parts.whole.config.vocab_size, (LENGTH + FOLLOWING,))
+    with opened_checkpoint(tmp_path / "model.gguf") as directory:
+        logits = computed_logits(directory, ids)
+    torch.testing.assert_close(logits, expected_logits(parts, ids), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("padded", [False, True])
