@@ -33,7 +33,7 @@ from services.engine.model.parts.stored import (
     StoredNorm,
     stored_tensors,
 )
-from services.engine.model.parts.tensor_reader import TensorReader
+from services.engine.model.parts.tensor_reader import TensorReader, take_columns
 from services.engine.model.residual import ResidualRows
 from services.engine.model.weight_reader import WeightReader
 
@@ -59,6 +59,8 @@ class _Format:
     final_norm: str
     may_share_norm: bool = False
     """True if files without the last norm share that of the model"""
+    states_first: bool = False
+    """True if the product reads the hidden states before the embedding"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +166,7 @@ def load_mtp(directory: Path, target: Decoder, kv_dtype: str) -> DraftHead:
         if stored.final_norm is not None:
             final_norm = reader.norm_weight(reader.tensor(stored.final_norm.weight))
         inputs = MtpInputs(
-            projection=reader.product(
-                reader.linear(stored.projection, None), reader.operators_of(stored.projection)
-            ),
+            projection=_projection(reader, stored.projection, found),
             width=spec.hidden_size,
             embedding_norm=reader.norm_weight(reader.tensor(stored.embedding_norm.weight)),
             states_norm=reader.norm_weight(reader.tensor(stored.states_norm.weight)),
@@ -198,8 +198,22 @@ def _formats(spec: ModelSpec) -> Iterator[_Format]:
         behind = f"{layers}.{number}."  # of DeepSeek V3 and GLM-4.5
         norms = ("enorm", "hnorm", "shared_head.norm")
         yield _Format(root, layers, number, behind, "eh_proj", *norms)
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")  # of MiMo
+    for root in spec.family.names.roots:
+        behind = "mtp_layers.0."
+        yield _Format(root, "mtp_layers", 0, behind, "input_proj", *norms, states_first=True)
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")  # of Qwen3-Next
     yield _Format("mtp.", "layers", 0, "", "fc", *norms)
+
+
+def _projection(reader: TensorReader, linear: StoredLinear, found: _Format) -> Projection:
+    """Return the product of the embedding and the hidden states, side by side."""
+    parts = reader.linear(linear, None)
+    if found.states_first:
+        ((weight, bias),) = parts
+        columns = torch.arange(weight.shape[1]).roll(weight.shape[1] // 2)
+        parts = [(take_columns(weight, columns), bias)]
+    return reader.product(parts, reader.operators_of(linear))
 
 
 def _is_held(files: TensorFiles, found: _Format) -> bool:

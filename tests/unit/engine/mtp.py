@@ -49,20 +49,30 @@ FORMATS = {
         "mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
     ),
 }
+FORMATS["mimo"] = MtpNames(
+    "model.mtp_layers.0.",
+    *(
+        f"model.mtp_layers.0.{name}"
+        for name in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
+    ),
+)
+_ARCHITECTURES = {"mimo": ("MiMoForCausalLM", "qwen2, tied")}
+"""Architectures that transformers lacks, and the models with the same layers"""
 FORMATS["deepseek v3.2"] = FORMATS["glm4 moe"] = FORMATS["deepseek v3"]
 FORMATS["qwen3.5"] = FORMATS["qwen3.5 moe"] = FORMATS["qwen3 next"]
 
 
 def make_mtp(directory: Path, family: str, **changes: Any) -> MtpParts:
     """Write a checkpoint of a family with an MTP layer. changes: other values of its config."""
-    config = {**CONFIGS[family].to_dict(), **changes}
+    architecture, base = _ARCHITECTURES.get(family, ("", family))
+    config = {**CONFIGS[base].to_dict(), **changes}
     number = config["num_hidden_layers"]
     more: dict[str, Any] = {"num_hidden_layers": number + 1}
     if config.get("layer_types"):
         more["layer_types"] = [*config["layer_types"], "full_attention"]
     if config.get("mlp_layer_types"):
         more["mlp_layer_types"] = [*config["mlp_layer_types"], config["mlp_layer_types"][-1]]
-    make_checkpoint(directory, type(CONFIGS[family])(**{**config, **more}))
+    make_checkpoint(directory, type(CONFIGS[base])(**{**config, **more}))
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     names = MtpNames(*(name.format(n=number) for name in FORMATS[family]))
     tensors = load_file(directory / "model.safetensors")
@@ -76,7 +86,9 @@ def make_mtp(directory: Path, family: str, **changes: Any) -> MtpParts:
     projection = torch.randn(hidden, 2 * hidden, generator=generator) * 0.2
     norms = [torch.randn(hidden, generator=generator) * 0.2 for _ in range(3)]
     offset = 0.0 if family.startswith("qwen3") else 1.0
-    tensors[f"{names.projection}.weight"] = projection
+    states_first = family == "mimo"
+    stored = projection.roll(hidden, dims=1) if states_first else projection
+    tensors[f"{names.projection}.weight"] = stored
     for name, norm in zip(names[2:], norms, strict=True):
         tensors[f"{name}.weight"] = norm + offset
     save_file(tensors, directory / "model.safetensors")
@@ -84,6 +96,8 @@ def make_mtp(directory: Path, family: str, **changes: Any) -> MtpParts:
     for key, value in more.items():
         values[key] = value[:-1] if isinstance(value, list) else number
     values["num_nextn_predict_layers"] = 1
+    if architecture:
+        values["architectures"] = [architecture]
     (directory / "config.json").write_text(json.dumps(values))
     return MtpParts(whole, projection, *(1 + norm for norm in norms))
 

@@ -32,6 +32,13 @@ DENSE_FAMILIES: tuple[Family, ...] = (
     ),
     Family("Qwen2ForCausalLM", defaults=QWEN_WINDOWS, qkv_bias=True, windows=WindowRule.LISTED),
     Family(
+        "MiMoForCausalLM",
+        names=TensorNames(ignored=("model.mtp_layers.*",)),
+        defaults=QWEN_WINDOWS,
+        qkv_bias=True,
+        windows=WindowRule.LISTED,
+    ),
+    Family(
         "Qwen3ForCausalLM",
         defaults=QWEN_WINDOWS,
         reads_attention_bias=True,
