@@ -94,9 +94,6 @@ def load(settings: EngineSettings) -> LoadedModel:
     Raises CheckpointError or StartupError.
     """
     rank = Rank.from_environment()
-    if (settings.draft or settings.speculate == "mtp") and not rank.is_alone:
-        option = "--draft" if settings.draft else "--speculate mtp"
-        raise StartupError(f"{option} is for engines of one rank. Start without it.")
     device = _device(settings.device, rank)
     if threads := rank.threads(settings.threads):
         torch.set_num_threads(threads)
@@ -146,8 +143,12 @@ def load(settings: EngineSettings) -> LoadedModel:
             "kernels for": str(instruction_set()),
         }
     )
-    draft = _load_draft(settings, decoder, uses_mtp=uses_mtp)
-    need = _cache_need(settings, decoder, 0 if draft is None else draft.block_bytes)
+    draft = _load_draft(settings, decoder, ranks, uses_mtp=uses_mtp)
+    draft_bytes = 0 if draft is None else draft.block_bytes
+    # all ranks count the pages of rank 0's draft model, so that they have the same blocks
+    shared_bytes = ranks.total(draft_bytes)
+    need = _cache_need(settings, decoder, shared_bytes)
+    unused_bytes = shared_bytes - draft_bytes
     if device.type == "cuda":
         wanted = wanted_context(settings.context_length, need.model_context)
         step_bytes = measure_steps(
@@ -172,9 +173,12 @@ def load(settings: EngineSettings) -> LoadedModel:
         context_length,
         capacity,
         fingerprint,
-        kv_bytes=ranks.total(need.bytes(num_blocks)),
+        kv_bytes=ranks.total(need.bytes(num_blocks) - num_blocks * unused_bytes),
         weight_bytes=ranks.total(decoder.weight_bytes),
-        pool_bytes=tuple(map(ranks.total, need.pool_bytes)),
+        pool_bytes=(
+            ranks.total(need.pool_bytes[0] - unused_bytes),
+            *map(ranks.total, need.pool_bytes[1:]),
+        ),
         settings=settings,
         pooler=pooler,
         draft=None if draft is None else draft.allocate(num_blocks, cache),
@@ -194,7 +198,27 @@ def _uses_mtp(settings: EngineSettings, decoder: Model, rank: Rank) -> bool:
     return is_alone and can_draft_with_mtp(settings.model, decoder)
 
 
-def _load_draft(settings: EngineSettings, decoder: Model, *, uses_mtp: bool) -> LoadedDraft | None:
+def _load_draft(
+    settings: EngineSettings, decoder: Model, ranks: RankGroup, *, uses_mtp: bool
+) -> LoadedDraft | None:
+    """Load the model of --draft, or the MTP layer, on rank 0 alone.
+
+    Raises StartupError on all ranks.
+    """
+    draft, failure = None, ""
+    if ranks.rank.leads:
+        try:
+            draft = _load_whole_draft(settings, decoder, uses_mtp=uses_mtp)
+        except StartupError as error:
+            failure = str(error)
+    if failure := ranks.first_of(failure):
+        raise StartupError(failure)
+    return draft
+
+
+def _load_whole_draft(
+    settings: EngineSettings, decoder: Model, *, uses_mtp: bool
+) -> LoadedDraft | None:
     """Load the model of --draft, or the MTP layer. Raises StartupError."""
     kv_dtype, max_running = _kv_dtype(settings), settings.max_running
     if uses_mtp:

@@ -153,6 +153,8 @@ def load_assistant(directory: Path, target: Decoder, kv_dtype: str) -> Assistant
     width = config.positive("backbone_hidden_size", 1536)
     if not whole.family.is_gemma4:
         raise CheckpointError(f"it drafts for Gemma 4, and the model is {whole.architecture}.")
+    if not target.runs_alone:
+        raise CheckpointError("it reads pages, which several ranks share. Start one rank.")
     if width != whole.hidden_size:
         raise CheckpointError(
             f"it reads hidden states of a width of {width}, and the model's have "

@@ -104,7 +104,7 @@ def load_eagle(directory: Path, target: Decoder, kv_dtype: str) -> EagleHead:
     tiled = isinstance(operators, TiledOperators)
     attention = choose_backend(spec, target.dtype, target.device, tiled=tiled, kv_dtype=kv_dtype)
     with Checkpoint(directory) as files:
-        stored = _StoredHead.of(spec, files, target.spec)
+        stored = _StoredHead.of(spec, files, target.spec, alone=target.runs_alone)
         total = files.require(stored_tensors(stored), ("t2d", "*embed_tokens.weight"))
         bar = LoadProgress(total, shown=False)
         reader = TensorReader(files, spec, target.dtype, target.device, operators, bar, Shard())
@@ -160,8 +160,11 @@ class _StoredHead:
     """Difference between the id of the engine's model and the head's id, by the latter"""
 
     @staticmethod
-    def of(spec: ModelSpec, files: TensorFiles, target: ModelSpec) -> "_StoredHead":
-        """List the tensors. Raises CheckpointError for a head that does not fit `target`."""
+    def of(spec: ModelSpec, files: TensorFiles, target: ModelSpec, *, alone: bool) -> "_StoredHead":
+        """List the tensors. Raises CheckpointError for a head that does not fit `target`.
+
+        alone: whether one rank has the whole model.
+        """
         own = spec.family.names
         held = (each for each in _LAYERS if files.holds(f"{each}{own.output}.weight"))
         prefix = next(held, _LAYERS[0])
@@ -183,6 +186,11 @@ class _StoredHead:
                     f"model's have {width}. Use the head of this model."
                 )
         vocabulary = files.holds("lm_head.weight")
+        if not vocabulary and not alone:
+            raise CheckpointError(
+                "the head has no lm_head.weight, and several ranks share the model's. Start one "
+                "rank, or use a head with its own."
+            )
         if not vocabulary and (spec.vocab_size, hidden) != (target.vocab_size, width):
             raise CheckpointError("no file holds the tensor lm_head.weight.")
         return _StoredHead(

@@ -22,8 +22,8 @@ from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.tensors import TensorFiles
 from services.engine.model.decoder import Decoder, DecoderWeights
 from services.engine.model.draft_head import DraftHead, HeadInputs
-from services.engine.model.loader import choose_operators, open_tensors
-from services.engine.model.manifest import StoredLayer, stored_layer
+from services.engine.model.loader import choose_operators, load_spec, open_tensors
+from services.engine.model.manifest import Manifest, StoredLayer, stored_layer
 from services.engine.model.operators.interface import Operators, Projection
 from services.engine.model.operators.tiled_operators import TiledOperators
 from services.engine.model.parts.shard import Shard
@@ -146,7 +146,7 @@ def load_mtp(directory: Path, target: Decoder, kv_dtype: str) -> DraftHead:
     It shares the embeddings and the output projection. Raises CheckpointError if the files hold no
     such layer.
     """
-    whole = target.spec
+    whole = target.spec if target.runs_alone else load_spec(directory)
     with open_tensors(directory, whole, drafts=True) as files:
         found = next((each for each in _formats(whole) if _is_held(files, each)), None)
         if found is None:
@@ -180,7 +180,7 @@ def load_mtp(directory: Path, target: Decoder, kv_dtype: str) -> DraftHead:
             positions=None,
             layers=(layer,),
             final_norm=final_norm,
-            output=target.output,
+            output=target.output if target.runs_alone else _whole_output(reader, whole),
             device=target.device,
             step_bytes=reader.step_bytes,
             layer_inputs=None,
@@ -214,6 +214,13 @@ def _projection(reader: TensorReader, linear: StoredLinear, found: _Format) -> P
         columns = torch.arange(weight.shape[1]).roll(weight.shape[1] // 2)
         parts = [(take_columns(weight, columns), bias)]
     return reader.product(parts, reader.operators_of(linear))
+
+
+def _whole_output(reader: TensorReader, whole: ModelSpec) -> Projection:
+    """Read the output projection, of which each of several ranks has a part alone."""
+    names = whole.family.names
+    roots = (r for r in names.roots if reader.checkpoint.holds(f"{r}{names.embedding}.weight"))
+    return WeightReader(reader).output(Manifest.of(whole, next(roots, next(iter(names.roots)))))
 
 
 def _is_held(files: TensorFiles, found: _Format) -> bool:

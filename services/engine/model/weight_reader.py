@@ -23,6 +23,7 @@ from services.engine.model.manifest import (
 )
 from services.engine.model.mixers.stored import read_mixer
 from services.engine.model.modal_reader import with_modal_tokens
+from services.engine.model.operators.interface import Projection
 from services.engine.model.parts.feed_forward_reader import FeedForwardReader
 from services.engine.model.parts.stored import StoredNorm
 from services.engine.model.parts.stored_feed_forward import StoredShortcut
@@ -52,12 +53,7 @@ class WeightReader:
         positions = (
             None if manifest.positions is None else self._own(self._table(manifest.positions))
         )
-        head = self._reader.shard.outputs(self._without_padding(self._head(manifest)))
-        head_bias = None
-        if manifest.head_bias is not None:
-            head_bias = self._reader.shard.rows(self._reader.tensor(manifest.head_bias))
-        head_bias = self._reader.with_norm_bias(head, head_bias, manifest.final_norm)
-        output = self._reader.projection([head], head_bias, self._reader.operators.for_logits())
+        output = self.output(manifest)
         embedding = (
             self._embedding(manifest.embedding)
             if manifest.embedding_norm is None
@@ -79,6 +75,15 @@ class WeightReader:
             else self._layer_inputs(manifest.layer_inputs),
             tokens=self._feed_forwards.tokens,
         )
+
+    def output(self, manifest: Manifest) -> Projection:
+        """Read this rank's part of the output projection."""
+        head = self._reader.shard.outputs(self._without_padding(self._head(manifest)))
+        head_bias = None
+        if manifest.head_bias is not None:
+            head_bias = self._reader.shard.rows(self._reader.tensor(manifest.head_bias))
+        head_bias = self._reader.with_norm_bias(head, head_bias, manifest.final_norm)
+        return self._reader.projection([head], head_bias, self._reader.operators.for_logits())
 
     def _head(self, manifest: Manifest) -> Weight:
         if manifest.head is not None:

@@ -12,7 +12,6 @@ from services.common.settings import StartupError
 from services.engine import start_check
 from services.engine.engine import Engine
 from services.engine.execution.draft_vocabulary import find_difference
-from services.engine.execution.loaded_model import load
 from services.engine.settings import EngineSettings
 from services.engine.start_check import check_start, needed_bytes
 from tests.text_models import make_embedder
@@ -156,20 +155,6 @@ def test_path_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_draft_model_without_speculation_is_refused() -> None:
     with pytest.raises(StartupError, match="--speculate off"):
         EngineSettings(speculate="off", draft="small")
-
-
-def test_draft_model_of_several_ranks_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-    }.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(StartupError, match="one rank"):
-        load(replace(SETTINGS, model=make_checkpoint(tmp_path), draft="small"))
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
