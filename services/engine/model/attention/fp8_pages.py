@@ -19,9 +19,13 @@ __all__ = [
     "KV_FP8",
     "bytes_of",
     "decoded_pages",
+    "exponent_of",
     "make_pages",
     "numbers_of",
+    "places_of",
+    "round_token",
     "rounded_pages",
+    "store_numbers",
     "write_fp8",
 ]
 
@@ -128,15 +132,15 @@ def _write_rounded(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     key_rows = keys + token * key_stride
-    _round_token(key_rows, key_pages, slot, page_size, kv_heads, head_dim, padded_heads, padded_dim)
+    round_token(key_rows, key_pages, slot, page_size, kv_heads, head_dim, padded_heads, padded_dim)
     value_rows = values + token * value_stride
-    _round_token(
+    round_token(
         value_rows, value_pages, slot, page_size, kv_heads, value_dim, padded_heads, padded_dim
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _round_token(
+def round_token(
     rows: tl.tensor,
     pages: tl.tensor,
     slot: tl.tensor,
@@ -152,18 +156,51 @@ def _round_token(
     place = head[:, None] * width + column[None, :]
     mask = (head[:, None] < kv_heads) & (column[None, :] < width)
     exact = tl.load(rows + place, mask=mask, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(exact), 1).to(tl.int32, bitcast=True)
-    # 448 = 1.75 * 2^8: a larger significand needs the next power of two
-    exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
-    exponent = tl.maximum(exponent, 1)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    power = (exponent << 23).to(tl.float32, bitcast=True)
-    numbers = encode(exact * inverse[:, None])
+    exponent = exponent_of(tl.max(tl.abs(exact), 1))
+    numbers, exponents = places_of(pages, slot, page_size, kv_heads, width)
+    rounded = store_numbers(numbers + place, exact, exponent, mask)
+    tl.store(exponents + head * page_size, exponent.to(tl.uint8), mask=head < kv_heads)
+    tl.store(rows + place, rounded.to(rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def places_of(
+    pages: tl.tensor,
+    slot: tl.tensor,
+    page_size: tl.constexpr,
+    kv_heads: tl.constexpr,
+    width: tl.constexpr,
+) -> tl.tensor:
+    """Return where the numbers of a slot begin in `pages`, and where the exponents of its heads.
+
+    An exponent lies `page_size` bytes behind that of the head before.
+    """
     page_stride: tl.constexpr = page_size * kv_heads * (width + 1)
     begin = pages + slot // page_size * page_stride
     within = slot % page_size
-    tl.store(begin + within * (kv_heads * width) + place, numbers, mask=mask)
-    exponents = begin + page_size * kv_heads * width + head * page_size + within
-    tl.store(exponents, exponent.to(tl.uint8), mask=head < kv_heads)
-    rounded = numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32) * power[:, None]
-    tl.store(rows + place, rounded.to(rows.dtype.element_ty), mask=mask)
+    numbers = begin + within * (kv_heads * width)
+    return numbers, begin + page_size * kv_heads * width + within
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def exponent_of(largest: tl.tensor) -> tl.tensor:
+    """Return the exponent, as a byte in int32, of heads whose largest numbers are `largest`."""
+    bits = largest.to(tl.int32, bitcast=True)
+    # 448 = 1.75 * 2^8: a larger significand needs the next power of two
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.maximum(exponent, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_numbers(
+    place: tl.tensor, exact: tl.tensor, exponent: tl.tensor, mask: tl.tensor
+) -> tl.tensor:
+    """Store numbers [heads, columns] in E4M3. Return in float32 what is stored.
+
+    place: addresses of the bytes; exponent: result of `exponent_of` for the heads.
+    """
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    power = (exponent << 23).to(tl.float32, bitcast=True)
+    numbers = encode(exact * inverse[:, None])
+    tl.store(place, numbers, mask=mask)
+    return numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32) * power[:, None]

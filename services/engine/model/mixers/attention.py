@@ -8,7 +8,12 @@ from torch import Tensor
 from services.engine.batch.chunks import in_chunks
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.layers import AttentionSpec
-from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
+from services.engine.model.attention import (
+    AttentionBackend,
+    AttentionStep,
+    KVCache,
+    UnrotatedHeads,
+)
 from services.engine.model.checkpoint.family import QkNorm
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.operators.interface import HeadNorms, Operators, Projection
@@ -88,6 +93,25 @@ class AttentionMixer(Mixer[AttentionScratch]):
         self._operators = operators
         self._backend = backend
         self._group = group
+        self._rotates_with_write = backend.rotates and self._is_rotated_before_write()
+        """True if `mix` rotates the heads in the launch that writes keys and values"""
+        self._unrotated: Rotation | None = None
+        """Rotation of the heads that `project` has left to `mix`; None: they are rotated"""
+
+    def _is_rotated_before_write(self) -> bool:
+        """Return whether nothing but RoPE and norms of single heads stands before the write."""
+        spec, norm = self._spec, self._weights.query_norm
+        return (
+            self._rotation is not None
+            and spec.reads_layer is None
+            and not self._norms_rotated
+            and (norm is None or len(norm) == spec.head_dim)
+        )
+
+    @property
+    def _norms_rotated(self) -> bool:
+        """True if norms of heads follow the rotation."""
+        return self._spec.qk_norm in (QkNorm.HEAD_ROTATED, QkNorm.HEAD_UNWEIGHTED)
 
     def allocate(self, tokens: int) -> AttentionScratch:
         spec, empty = self._spec, self._operators.empty
@@ -114,26 +138,44 @@ class AttentionMixer(Mixer[AttentionScratch]):
     def project(
         self, rows: Tensor, scratch: AttentionScratch, rotations: Sequence[Rotation]
     ) -> None:
-        self._weights.qkv.into(rows, scratch.qkv)
-        if self._spec.clip:
-            self._operators.clip(scratch.qkv, self._spec.clip)
-        is_rotated = self._spec.qk_norm in (QkNorm.HEAD_ROTATED, QkNorm.HEAD_UNWEIGHTED)
-        if not is_rotated:
-            self._norm_heads(scratch)
+        self._unrotated = None
+        if self._rotates_with_write:
+            assert self._rotation is not None
+            self._unrotated = rotations[self._rotation]
+            self._project(rows, scratch)
+            self._norm_values(scratch)
+        else:
+            self.project_rotated(rows, scratch, rotations)
+
+    def project_rotated(
+        self, rows: Tensor, scratch: AttentionScratch, rotations: Sequence[Rotation]
+    ) -> None:
+        """Do `project` for a mixer that does not call `mix`: leave nothing to it."""
+        self._project(rows, scratch)
         if self._rotation is not None:
+            rotation = rotations[self._rotation]
             self._operators.rotate(
                 scratch.rotated,
                 self._spec.num_heads,
-                rotations[self._rotation],
+                rotation,
                 self._weights.query_norm,
                 self._weights.key_norm,
                 self._epsilon,
             )
-            scales = rotations[self._rotation].query_scales
-            if scales is not None:
-                scratch.queries.mul_(scales[:, None, None])
-        if is_rotated:
+            _scale_queries(scratch, rotation)
+        if self._norms_rotated:
             self._norm_heads(scratch)
+        self._norm_values(scratch)
+
+    def _project(self, rows: Tensor, scratch: AttentionScratch) -> None:
+        """Compute queries, keys and values up to the rotation."""
+        self._weights.qkv.into(rows, scratch.qkv)
+        if self._spec.clip:
+            self._operators.clip(scratch.qkv, self._spec.clip)
+        if not self._norms_rotated:
+            self._norm_heads(scratch)
+
+    def _norm_values(self, scratch: AttentionScratch) -> None:
         if self._weights.value_norm is not None:
             heads, norm = self._spec.num_kv_heads, self._weights.value_norm
             self._operators.norm_heads(scratch.values, heads, norm, self._epsilon)
@@ -152,6 +194,8 @@ class AttentionMixer(Mixer[AttentionScratch]):
         kept: AttentionScratch | None = None,
     ) -> None:
         attending, batch = scratch, batch.of_group(self._group)
+        if self._unrotated is not None:
+            self._write_rotated(batch, cache, scratch, self._unrotated)
         if kept is not None:
             attending, outputs = kept, batch.output_rows
             rows = None if outputs is None else outputs.indices
@@ -166,6 +210,20 @@ class AttentionMixer(Mixer[AttentionScratch]):
         if self._spec.gate is not None:
             function = self._spec.gate.function
             self._operators.multiply_by_gates(attending.gates, function, attending.attended)
+
+    def _write_rotated(
+        self, batch: StepBatch, cache: KVCache, scratch: AttentionScratch, rotation: Rotation
+    ) -> None:
+        heads = UnrotatedHeads(
+            scratch.rotated,
+            scratch.values,
+            rotation,
+            self._weights.query_norm,
+            self._weights.key_norm,
+            self._epsilon,
+        )
+        self._backend.write_rotated(self._layer, heads, batch.slots, cache)
+        _scale_queries(scratch, rotation)
 
     def into(self, scratch: AttentionScratch, out: Tensor) -> None:
         self._weights.output.into(scratch.attended, out)
@@ -191,5 +249,10 @@ class AttentionMixer(Mixer[AttentionScratch]):
             out=attending.attended,
             sinks=self._weights.sinks,
             slopes=self._weights.slopes,
-            is_written=self._spec.reads_layer is not None,
+            is_written=self._spec.reads_layer is not None or self._unrotated is not None,
         )
+
+
+def _scale_queries(scratch: AttentionScratch, rotation: Rotation) -> None:
+    if rotation.query_scales is not None:
+        scratch.queries.mul_(rotation.query_scales[:, None, None])

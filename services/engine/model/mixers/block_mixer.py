@@ -99,7 +99,7 @@ class BlockMixer(Mixer[BlockScratch]):
         return self._weights.key_norm.new_zeros(num_blocks, block_size, self._spec.page_width)
 
     def project(self, rows: Tensor, scratch: BlockScratch, rotations: Sequence[Rotation]) -> None:
-        self._projections.project(rows, scratch.attention, rotations)
+        self._projections.project_rotated(rows, scratch.attention, rotations)
         self._weights.index.into(rows, scratch.index)
         self._operators.rotate(
             scratch.index.view(-1, *self._shape),

@@ -124,7 +124,7 @@ class RelativeMixer(Mixer[RelativeScratch]):
     def project(
         self, rows: Tensor, scratch: RelativeScratch, rotations: Sequence[Rotation]
     ) -> None:
-        self._projections.project(rows, scratch.attention, rotations)
+        self._projections.project_rotated(rows, scratch.attention, rotations)
         self._weights.states.into(rows, scratch.states)
 
     def mix(

@@ -13,7 +13,15 @@ from services.engine.model.operators.fp8_rounding import RoundedRows, store_roun
 from services.engine.model.operators.fp8_weights import LARGEST
 from services.engine.model.operators.rotation import Rotation
 
-__all__ = ["activate", "can_round", "has_kernel", "norm_rows", "rotate_heads"]
+__all__ = [
+    "activate",
+    "can_round",
+    "has_kernel",
+    "norm_rows",
+    "rotate_heads",
+    "rotate_pairs",
+    "rotated_tile",
+]
 
 _ROTATED = 256
 """Number of pairs that a program of `rotate_heads` rotates: heads × half a head's width"""
@@ -88,26 +96,59 @@ def _rotate(  # type: ignore[no-untyped-def]
     at = tl.arange(0, width)[None, :]
     inside = (at < half) & (head < num_heads)
     place = heads + token * token_stride + head * (2 * half) + at
+    low, high = rotate_pairs(
+        place,
+        cosines + token * half + at,
+        sines + token * half + at,
+        query_norm + at,
+        key_norm + at,
+        inside,
+        at < half,
+        head < num_queries,
+        half,
+        epsilon,
+        has_norms,
+    )
+    tl.store(place, low, mask=inside)
+    tl.store(place + half, high, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rotate_pairs(  # type: ignore[no-untyped-def]
+    place,
+    cosines,
+    sines,
+    query_norm,
+    key_norm,
+    inside,
+    is_width,
+    is_query,
+    half,
+    epsilon,
+    has_norms: tl.constexpr,
+):
+    """Return the rotated lower and upper halves of heads [heads, width], in their dtype.
+
+    place: addresses of the lower halves; cosines, sines and norms: addresses [1, width] of those of
+    the lower halves; inside: which numbers there are; is_query: which heads have `query_norm`.
+    """
+    dtype = place.dtype.element_ty
     low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
-    is_width = at < half
     if has_norms:
         mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * half)
         scale = tl.rsqrt(mean + epsilon)[:, None]
-        is_query = head < num_queries
-        dtype = heads.dtype.element_ty
         low = (low * scale).to(dtype).to(tl.float32)
         high = (high * scale).to(dtype).to(tl.float32)
-        queries_low = tl.load(query_norm + at, mask=is_width, other=0.0).to(tl.float32)
-        queries_high = tl.load(query_norm + half + at, mask=is_width, other=0.0).to(tl.float32)
-        keys_low = tl.load(key_norm + at, mask=is_width, other=0.0).to(tl.float32)
-        keys_high = tl.load(key_norm + half + at, mask=is_width, other=0.0).to(tl.float32)
+        queries_low = tl.load(query_norm, mask=is_width, other=0.0).to(tl.float32)
+        queries_high = tl.load(query_norm + half, mask=is_width, other=0.0).to(tl.float32)
+        keys_low = tl.load(key_norm, mask=is_width, other=0.0).to(tl.float32)
+        keys_high = tl.load(key_norm + half, mask=is_width, other=0.0).to(tl.float32)
         low = (low * tl.where(is_query, queries_low, keys_low)).to(dtype).to(tl.float32)
         high = (high * tl.where(is_query, queries_high, keys_high)).to(dtype).to(tl.float32)
-    cosine = tl.load(cosines + token * half + at, mask=is_width, other=0.0)
-    sine = tl.load(sines + token * half + at, mask=is_width, other=0.0)
-    tl.store(place, (low * cosine - high * sine).to(heads.dtype.element_ty), mask=inside)
-    tl.store(place + half, (high * cosine + low * sine).to(heads.dtype.element_ty), mask=inside)
+    cosine = tl.load(cosines, mask=is_width, other=0.0)
+    sine = tl.load(sines, mask=is_width, other=0.0)
+    return (low * cosine - high * sine).to(dtype), (high * cosine + low * sine).to(dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -209,8 +250,7 @@ def rotate_heads(
     tokens, count, head_dim = heads.shape
     if tokens:
         has_norms = query_norm is not None
-        width = triton.next_power_of_2(head_dim // 2)
-        tile_heads = min(max(_ROTATED // width, 1), triton.next_power_of_2(count))
+        width, tile_heads = rotated_tile(count, head_dim)
         _rotate[(tokens, triton.cdiv(count, tile_heads))](
             heads,
             rotation.cosines,
@@ -226,6 +266,12 @@ def rotate_heads(
             tile_heads=tile_heads,
             width=width,
         )
+
+
+def rotated_tile(heads: int, head_dim: int) -> tuple[int, int]:
+    """Return the pairs of a head, as a power of two, and the heads that one program rotates."""
+    width = triton.next_power_of_2(head_dim // 2)
+    return width, min(max(_ROTATED // width, 1), triton.next_power_of_2(heads))
 
 
 def has_kernel(activation: Activation) -> bool:

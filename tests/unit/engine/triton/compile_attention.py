@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from services.engine.batch.step_batch import SharedPrefixes
-from services.engine.model.attention import cache_kernel, fp8_pages
+from services.engine.model.attention import cache_kernel, fp8_pages, rotated_write
 from services.engine.model.attention.paged_kernels import (
     PagedRows,
     PagedShape,
@@ -84,6 +84,26 @@ def compile_all(capability: int) -> Iterator[Compiled]:
         compiled = compile_kernel(fp8_pages._write_rounded, capability, types, sizes)
         compiled.check()
         yield compiled
+    yield from (
+        _rotated_write(capability, is_fp8=False, has_norms=norms) for norms in (True, False)
+    )
+    if has_fp8:
+        yield _rotated_write(capability, is_fp8=True, has_norms=True)
+
+
+def _rotated_write(capability: int, *, is_fp8: bool, has_norms: bool) -> Compiled:
+    """Compile the kernel that rotates and writes, for a layer of Llama's or Qwen3's shape."""
+    kernel = rotated_write._write_rotated
+    types = dict.fromkeys(("token_stride", "num_queries", "half"), "i32")
+    types |= {"slots": "*i64", "cosines": "*fp32", "sines": "*fp32", "epsilon": "fp32"}
+    types |= dict.fromkeys(("heads", "values", "query_norm", "key_norm"), "*bf16")
+    types |= dict.fromkeys(("key_pages", "value_pages"), "*u8" if is_fp8 else "*bf16")
+    sizes = {"is_fp8": is_fp8, "page_size": 64, "kv_heads": 8, "head_dim": 128, "value_dim": 128}
+    sizes |= {"has_norms": has_norms, "tile_heads": 4, "width": 64}
+    sizes |= {"padded_heads": 8, "padded_value": 128}
+    compiled = compile_kernel(kernel, capability, types, sizes)
+    compiled.check()
+    return compiled
 
 
 def _launched(

@@ -1,0 +1,87 @@
+"""The kernel that rotates and writes equals the kernels that do one after the other."""
+
+import math
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from services.engine.model.attention import fp8_pages
+from services.engine.model.attention.cache_kernel import write_tokens
+from services.engine.model.attention.interface import UnrotatedHeads
+from services.engine.model.attention.rotated_write import write_rotated
+from services.engine.model.operators.rotation import Rotation
+from services.engine.model.operators.triton_operators import TritonOperators
+
+pytestmark = pytest.mark.skipif(
+    "TRITON_INTERPRET" not in os.environ, reason="a GPU runs the kernels compiled"
+)
+
+CPU = torch.device("cpu")
+QUERIES, KEYS, TOKENS, PAGE = 6, 3, 4, 64
+SLOTS = torch.tensor([70, 3, 191, 64])
+
+
+def pages_of(dtype: torch.dtype, width: int) -> Tensor:
+    if dtype == fp8_pages.KV_FP8:
+        pages: Tensor = fp8_pages.numbers_of(
+            fp8_pages.make_pages(3, PAGE, KEYS, width), PAGE, KEYS, width
+        )
+        return pages
+    return torch.zeros(3, PAGE, KEYS, width, dtype=dtype)
+
+
+def held(pages: Tensor) -> Tensor:
+    return fp8_pages.decoded_pages(pages) if pages.dtype == fp8_pages.KV_FP8 else pages
+
+
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (80, 24)])
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, fp8_pages.KV_FP8),
+        (torch.float16, fp8_pages.KV_FP8),
+    ],
+    ids=str,
+)
+def test_heads_and_cache_equal_those_of_two_kernels(
+    dtype: torch.dtype, kept: torch.dtype, head_dim: int, value_dim: int, has_norms: bool
+) -> None:
+    """Programs rotate heads of queries and keys together, as 9 is no multiple of their heads."""
+    torch.manual_seed(3)
+    widths = ((QUERIES + KEYS) * head_dim, KEYS * value_dim)
+    exact = (3 * torch.randn(TOKENS, 16 + sum(widths))).to(dtype)
+    angles = torch.rand(TOKENS, head_dim // 2) * math.tau
+    angles[:, head_dim // 4 :] = 0  # a partial rotation
+    rotation = Rotation(angles.cos(), angles.sin())
+    norms = [torch.randn(head_dim).to(dtype) if has_norms else None for _ in range(2)]
+    results = []
+    for is_fused in (True, False):
+        qkv = exact.clone()
+        heads, values = qkv[:, 16:].split_with_sizes(widths, dim=1)
+        rotated = heads.view(TOKENS, QUERIES + KEYS, head_dim)
+        values = values.view(TOKENS, KEYS, value_dim)
+        pages = pages_of(kept, head_dim), pages_of(kept, value_dim)
+        if is_fused:
+            unrotated = UnrotatedHeads(rotated, values, rotation, norms[0], norms[1], 1e-5)
+            write_rotated(unrotated, *pages, SLOTS)
+        else:
+            operators = TritonOperators(dtype, CPU)
+            operators.rotate(rotated, QUERIES, rotation, norms[0], norms[1], 1e-5)
+            keys = rotated[:, QUERIES:]
+            if kept == fp8_pages.KV_FP8:
+                fp8_pages.write_fp8(keys, values, *pages, SLOTS)
+            else:
+                slots_of_keys, slots_of_values = (each.flatten(0, 1) for each in pages)
+                write_tokens(keys, values, slots_of_keys, slots_of_values, SLOTS)
+        results.append((qkv, *map(held, pages)))
+    assert not torch.equal(results[0][0], exact)
+    for fused, separate in zip(*results, strict=True):
+        assert torch.equal(fused, separate)
