@@ -90,6 +90,11 @@ class EngineSettings(StreamSettings, PeerSettings, ReportSettings, CheckpointSet
         "Kernels of attention on a GPU; auto = the fastest; xformers = its split-K for decodes.",
         choices=("auto", "xformers"),
     )
+    dependent_launch: bool = setting(
+        True,
+        "Start a kernel while the one before it ends (programmatic dependent launch), on NVIDIA's "
+        "GPUs of compute capability 9.0 or higher.",
+    )
     grammar: str = setting(
         "",
         "Grammar services: host:port, dns:///name:port or unix:/path, separated by commas; "

@@ -32,6 +32,7 @@ from services.engine.execution.model_runner import StepCapacity, max_logit_rows
 from services.engine.execution.packed_cache import open_packed
 from services.engine.execution.step_limits import default_limits
 from services.engine.execution.step_memory import measure_steps
+from services.engine.kernels.dependent_launch import use_dependent_launch
 from services.engine.kernels.library import instruction_set
 from services.engine.kernels.memory import populate_behind
 from services.engine.kernels.packed_file import PackedFile
@@ -100,6 +101,7 @@ def load(settings: EngineSettings) -> LoadedModel:
     torch.set_grad_enabled(False)
     ranks = RankGroup.join(rank, device)
     dtype = resolve_dtype(settings.dtype, device)
+    use_dependent_launch(settings.dependent_launch)
     if device.type == "cuda":  # the memory of a CPU is checked before torch is loaded
         free = available_memory(device) * rank.count
         packs = runs_tensor_kernels(dtype, device)

@@ -4,6 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.engine.kernels.dependent_launch import launch_options
+from services.engine.kernels.grid_waits import wait_for_writes
+
 __all__ = ["write_tokens"]
 
 
@@ -18,7 +21,9 @@ def _write(  # type: ignore[no-untyped-def]
     key_columns,
     value_columns,
     width: tl.constexpr,
+    is_dependent: tl.constexpr,
 ):
+    wait_for_writes(is_dependent)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, width)
     slot = tl.load(slots + token)
@@ -49,4 +54,5 @@ def write_tokens(
             keys.stride(0),
             *columns,
             width=triton.next_power_of_2(max(columns)),
+            **launch_options(keys.device),
         )

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.engine.kernels.dependent_launch import launch_options
 from services.engine.kernels.e4m3 import encode
+from services.engine.kernels.grid_waits import wait_for_writes
 
 __all__ = [
     "KV_FP8",
@@ -97,6 +99,7 @@ def write_fp8(
             value_dim=value_dim,
             padded_heads=triton.next_power_of_2(heads),
             padded_dim=triton.next_power_of_2(max(head_dim, value_dim)),
+            **launch_options(keys.device),
         )
 
 
@@ -127,8 +130,10 @@ def _write_rounded(
     value_dim: tl.constexpr,
     padded_heads: tl.constexpr,
     padded_dim: tl.constexpr,
+    is_dependent: tl.constexpr,
 ) -> None:
     """Round and write one token."""
+    wait_for_writes(is_dependent)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     key_rows = keys + token * key_stride

@@ -7,6 +7,8 @@ is Flash-Decoding's.
 import triton
 import triton.language as tl
 
+from services.engine.kernels.grid_waits import wait_for_writes
+
 __all__ = ["attend_tile", "merge_parts"]
 
 
@@ -59,6 +61,7 @@ def attend_tile(
     tile_keys: tl.constexpr,
     padded_dim: tl.constexpr,
     padded_value: tl.constexpr,
+    is_dependent: tl.constexpr,
 ) -> None:
     """Attend for a tile of one sequence's queries and one key head, over a part of its context.
 
@@ -81,6 +84,7 @@ def attend_tile(
     exponents: tl.constexpr = 0 if key_exponents is None else page_size * kv_heads
     key_page: tl.constexpr = page_size * key_stride + exponents
     value_page: tl.constexpr = page_size * value_stride + exponents
+    wait_for_writes(is_dependent)
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // head_parts
     head_part = tl.program_id(1) % head_parts
@@ -292,6 +296,7 @@ def merge_parts(
     max_splits: tl.constexpr,
     padded_dim: tl.constexpr,
     is_decode: tl.constexpr,
+    is_dependent: tl.constexpr,
 ) -> None:
     """Merge the parts of one query and head.
 
@@ -299,6 +304,7 @@ def merge_parts(
     rows that share one. With `counts`, as for `attend_tile`, only the rows of decodes are merged if
     `is_decode`, and else those of chunks, which end at the last of `starts`.
     """
+    wait_for_writes(is_dependent)
     cell = tl.program_id(0).to(tl.int64)
     if counts is not None:
         row = cell // heads

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import SharedPrefixes
+from services.engine.kernels.dependent_launch import launch_options
 from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.attention.fp8_pages import KV_FP8, bytes_of
 from services.engine.model.attention.multiprocessors import count_multiprocessors
@@ -316,6 +317,7 @@ class _Parts:
             padded_dim=width,
             is_decode=batch.longest == 1,
             num_warps=8 if width > 128 else 4,
+            **launch_options(out.device),
         )
 
 
@@ -403,4 +405,5 @@ class _Operands:
             padded_value=max(16, power_of_two(shape.value_dim)),
             num_warps=tile.warps,
             num_stages=tile.stages,
+            **launch_options(self.queries.device),
         )

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.engine.kernels.dependent_launch import launch_options
+from services.engine.kernels.grid_waits import wait_for_writes
 from services.engine.model.attention.fp8_pages import (
     KV_FP8,
     bytes_of,
@@ -59,6 +61,7 @@ def write_rotated(heads: UnrotatedHeads, keys: Tensor, values: Tensor, slots: Te
         width=width,
         padded_heads=triton.next_power_of_2(kv_heads),
         padded_value=triton.next_power_of_2(value_dim),
+        **launch_options(slots.device),
     )
 
 
@@ -87,11 +90,13 @@ def _write_rotated(
     width: tl.constexpr,
     padded_heads: tl.constexpr,
     padded_value: tl.constexpr,
+    is_dependent: tl.constexpr,
 ) -> None:
     """Rotate some heads of one token, and write the keys among them; or write its values.
 
     Grid: tokens, and tiles of heads with one more program for the values.
     """
+    wait_for_writes(is_dependent)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if tl.program_id(1) == tl.num_programs(1) - 1:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.engine.kernels.dependent_launch import launch_options
+from services.engine.kernels.grid_waits import wait_for_writes
 from services.engine.model.attention.multiprocessors import count_multiprocessors
 from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight
 from services.engine.model.operators.interface import Projection
@@ -90,7 +92,9 @@ def round_to_bytes(rows: Tensor) -> tuple[Tensor, Tensor]:
     count, width = rows.shape
     numbers = torch.empty((count, width), dtype=torch.int8, device=rows.device)
     scales = torch.empty(count, dtype=torch.float32, device=rows.device)
-    _round_to_bytes[(count,)](numbers, scales, rows, width, tile=_COLUMNS)
+    _round_to_bytes[(count,)](
+        numbers, scales, rows, width, tile=_COLUMNS, **launch_options(rows.device)
+    )
     return numbers, scales
 
 
@@ -132,6 +136,7 @@ def multiply(
         tile_inputs=_INPUTS,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **launch_options(rows.device),
     )
 
 
@@ -142,8 +147,10 @@ def _round_to_bytes(
     rows: tl.tensor,
     width: tl.tensor,
     tile: tl.constexpr,
+    is_dependent: tl.constexpr,
 ) -> None:
     """Round one row. The second reading comes from the cache."""
+    wait_for_writes(is_dependent)
     row = tl.program_id(0).to(tl.int64)
     most = tl.zeros((tile,), tl.float32)
     for first in range(0, width, tile):
@@ -182,12 +189,14 @@ def _multiply_bytes(
     tile_rows: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
+    is_dependent: tl.constexpr,
 ) -> None:
     """Multiply a tile over `span` inputs. Grid: tiles of rows, tiles of outputs, parts.
 
     Outputs are the rows of the tensor cores' instructions, so that few rows waste no part of them.
     Each program stores its sums; the last one to arrive adds them.
     """
+    wait_for_writes(is_dependent)
     row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     output = tl.program_id(1) * tile_outputs + tl.arange(0, tile_outputs)
     is_row, is_output = row < count, output < outputs

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from services.engine.kernels.dependent_launch import launch_options
+from services.engine.kernels.grid_waits import prefetch, wait_for_writes
 from services.engine.model.operators.fp8_rounding import RoundedRows
 from services.engine.model.operators.fp8_weights import Fp8Weight
 from services.engine.model.operators.product_tiles import MOST_DIVIDED, ProductTile, count_parts
@@ -92,9 +94,9 @@ def multiply(
     row_tiles = triton.cdiv(count, tile.rows)
     assert parts == 1 or count <= min(tile.rows, MOST_DIVIDED), "only one tile of rows is divided"
     sums = numbers.new_empty(parts * tiles * tile.outputs * tile.rows, dtype=torch.float32)
-    factor = weight.numbers
+    descriptor: TensorDescriptor | None = None
     if tile.by_descriptor:
-        factor = TensorDescriptor.from_tensor(factor, [tile.outputs, tile_inputs])
+        descriptor = TensorDescriptor.from_tensor(weight.numbers, [tile.outputs, tile_inputs])
     # Programs that read the same weights follow each other.
     _multiply_fp8[(row_tiles, tiles, parts)](
         out,
@@ -102,7 +104,8 @@ def multiply(
         matrix.arrivals,
         numbers,
         rows.scales,
-        factor,
+        weight.numbers,
+        descriptor,
         weight.scales,
         matrix.bias,
         count,
@@ -112,13 +115,13 @@ def multiply(
         int(adds),
         is_grouped=matrix.group is not None,
         is_even=inputs % tile_inputs == 0 and outputs % tile.outputs == 0,
-        by_descriptor=tile.by_descriptor,
         most_divided=MOST_DIVIDED,
         tile_rows=tile.rows,
         tile_outputs=tile.outputs,
         tile_inputs=tile_inputs,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **launch_options(numbers.device),
     )
 
 
@@ -130,6 +133,7 @@ def _multiply_fp8(
     rows: tl.tensor,
     row_scales: tl.tensor,
     weight: tl.tensor,
+    descriptor: tl.tensor,
     scales: tl.tensor,
     bias: tl.tensor,
     count: tl.tensor,
@@ -139,22 +143,28 @@ def _multiply_fp8(
     adds: tl.tensor,
     is_grouped: tl.constexpr,
     is_even: tl.constexpr,
-    by_descriptor: tl.constexpr,
     most_divided: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_inputs: tl.constexpr,
+    is_dependent: tl.constexpr,
 ) -> None:
     """Multiply a tile over `span` inputs. Grid: tiles of rows, tiles of outputs, parts of inputs.
 
     The products of a tile of inputs are summed apart and then added in float32, because Hopper's
     tensor cores sum FP8 with 14 bits. With `is_grouped`, a tile of inputs is a group.
+    descriptor: that of `weight`, which the tensor memory accelerator loads; None: threads load it.
     """
     first_output = tl.program_id(1) * tile_outputs
     part, parts = tl.program_id(2), tl.num_programs(2)
     row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     output = first_output + tl.arange(0, tile_outputs)
     is_row, is_output = row < count, output < outputs
+    if is_dependent:
+        line = weight + tl.minimum(output, outputs - 1).to(tl.int64) * inputs
+        for ahead in tl.static_range(4):  # as much as a pipeline holds
+            prefetch(line + tl.minimum(part * span + ahead * tile_inputs, inputs - 1))
+    wait_for_writes(is_dependent)
     # Rows behind the last one repeat it: loads without masks are wider.
     row_inputs = rows + tl.minimum(row, count - 1).to(tl.int64)[:, None] * inputs
     groups = tl.cdiv(inputs, tile_inputs)
@@ -165,8 +175,8 @@ def _multiply_fp8(
             factors = tl.load(row_inputs + column)
         else:
             factors = tl.load(row_inputs + column, mask=column < inputs, other=0.0)
-        if by_descriptor:
-            numbers = weight.load([first_output, first])
+        if descriptor is not None:
+            numbers = descriptor.load([first_output, first])
         else:
             place = weight + output.to(tl.int64)[:, None] * inputs + column
             if is_even:

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.engine.kernels.dependent_launch import launch_options
 from services.engine.kernels.e4m3 import encode
+from services.engine.kernels.grid_waits import wait_for_writes
 from services.engine.model.operators.fp8_weights import FP8, LARGEST
 
 __all__ = ["RoundedRows", "round_rows", "store_rounded"]
@@ -45,14 +47,15 @@ def round_rows(rows: Tensor, group: int | None) -> RoundedRows:
     """
     count, width = rows.shape
     rounded = RoundedRows.empty(rows, group)
-    numbers = rounded.numbers.view(torch.uint8)
+    numbers, options = rounded.numbers.view(torch.uint8), launch_options(rows.device)
     if group is None:
         tile = min(_COLUMNS, triton.next_power_of_2(width))
-        _round_rows[(count,)](numbers, rounded.scales, rows, width, LARGEST, tile)
+        _round_rows[(count,)](numbers, rounded.scales, rows, width, LARGEST, tile, **options)
     else:
         groups = rounded.scales.shape[1]
         grid = count, triton.cdiv(groups, _GROUPS)
-        _round_groups[grid](numbers, rounded.scales, rows, width, groups, LARGEST, group, _GROUPS)
+        operands = numbers, rounded.scales, rows, width, groups
+        _round_groups[grid](*operands, LARGEST, group, _GROUPS, **options)
     return rounded
 
 
@@ -64,8 +67,10 @@ def _round_rows(
     width: tl.tensor,
     largest: tl.constexpr,
     tile: tl.constexpr,
+    is_dependent: tl.constexpr,
 ) -> None:
     """Round one row. The second reading comes from the cache."""
+    wait_for_writes(is_dependent)
     row = tl.program_id(0).to(tl.int64)
     most = tl.zeros((tile,), tl.float32)
     for first in range(0, width, tile):
@@ -91,8 +96,10 @@ def _round_groups(
     largest: tl.constexpr,
     group: tl.constexpr,
     tile: tl.constexpr,
+    is_dependent: tl.constexpr,
 ) -> None:
     """Round some groups of one row."""
+    wait_for_writes(is_dependent)
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * tile + tl.arange(0, tile)
     column = number[:, None] * group + tl.arange(0, group)[None, :]

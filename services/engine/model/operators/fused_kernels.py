@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.engine.kernels.dependent_launch import launch_options
+from services.engine.kernels.grid_waits import wait_for_writes
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.operators.fp8_rounding import RoundedRows, store_rounded
 from services.engine.model.operators.fp8_weights import LARGEST
@@ -54,14 +56,17 @@ def _norm(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     largest: tl.constexpr,
     group: tl.constexpr,
+    is_dependent: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, width)
     inside = at < columns
+    factors = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    wait_for_writes(is_dependent)
     values = tl.load(rows + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values) / columns + epsilon)
     normed = (values * scale).to(out.dtype.element_ty).to(tl.float32)
-    result = normed * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    result = normed * factors
     place = out + row * out_stride + at
     if adds:
         rounded = result.to(out.dtype.element_ty).to(tl.float32)
@@ -89,8 +94,10 @@ def _rotate(  # type: ignore[no-untyped-def]
     has_norms: tl.constexpr,
     tile_heads: tl.constexpr,
     width: tl.constexpr,
+    is_dependent: tl.constexpr,
 ):
     """Rotate some heads of one token: [tile_heads, width] of each half. Grid: tokens, tiles."""
+    wait_for_writes(is_dependent)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)[:, None]
     at = tl.arange(0, width)[None, :]
@@ -166,7 +173,9 @@ def _activate(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     largest: tl.constexpr,
     group: tl.constexpr,
+    is_dependent: tl.constexpr,
 ):
+    wait_for_writes(is_dependent)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * width
     at = first + tl.arange(0, width)
@@ -231,6 +240,7 @@ def norm_rows(
             largest=LARGEST,
             group=group or width,
             num_warps=_warps(width),
+            **launch_options(out.device),
         )
 
 
@@ -265,6 +275,7 @@ def rotate_heads(
             has_norms=has_norms,
             tile_heads=tile_heads,
             width=width,
+            **launch_options(heads.device),
         )
 
 
@@ -314,6 +325,7 @@ def activate(
             largest=LARGEST,
             group=group or width,
             num_warps=_warps(width),
+            **launch_options(out.device),
         )
 
 

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.engine.kernels.dependent_launch import launch_options
+from services.engine.kernels.grid_waits import prefetch, wait_for_writes
 from services.engine.model.attention.multiprocessors import count_multiprocessors
 from services.engine.model.operators.packed_products import decoded_block, sum_tiles
 from services.engine.model.operators.packed_weights import TILE, PackedForm, PackedWeight
@@ -155,6 +157,7 @@ def multiply(
         tile=tile,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **launch_options(rows.device),
     )
 
 
@@ -200,6 +203,7 @@ def _multiply_packed(
     form: tl.constexpr,
     terms: tl.constexpr,
     tile: tl.constexpr,
+    is_dependent: tl.constexpr,
 ) -> None:
     """Multiply a tile over `span` tiles of inputs. Grid: tiles of rows, tiles of outputs, parts.
 
@@ -209,6 +213,12 @@ def _multiply_packed(
     output = tl.program_id(1) * tile.outputs + tl.arange(0, tile.outputs)
     is_row, is_output = row < count, output < outputs
     first = tl.program_id(2) * span
+    if is_dependent:
+        stored = tl.minimum(output, outputs - 1)
+        for ahead in tl.static_range(2):
+            number = tl.minimum(first + ahead, tiles - 1)
+            prefetch(codes + (number * outputs + stored).to(tl.int64) * form.integers)
+    wait_for_writes(is_dependent)
     product = sum_tiles(
         rows + row.to(tl.int64) * inputs,
         is_row,

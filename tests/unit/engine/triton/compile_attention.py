@@ -10,6 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from services.engine.batch.step_batch import SharedPrefixes
+from services.engine.kernels import dependent_launch
 from services.engine.model.attention import cache_kernel, fp8_pages, rotated_write
 from services.engine.model.attention.paged_kernels import (
     PagedRows,
@@ -18,7 +19,12 @@ from services.engine.model.attention.paged_kernels import (
     attend_pages,
     attend_shared,
 )
-from tests.unit.engine.triton.gpus import Compiled, compile_kernel, inspect
+from tests.unit.engine.triton.gpus import (
+    DEPENDENT_FROM,
+    Compiled,
+    compile_kernel,
+    inspect,
+)
 
 __all__ = ["compile_all"]
 
@@ -64,7 +70,9 @@ def compile_all(capability: int) -> Iterator[Compiled]:
         ):
             if kind == "shared" and shape[5]:
                 continue  # windows share nothing
-            for kernel in _launched(rows, *shape, kind=kind, is_fp8=is_fp8):
+            for kernel in _launched(
+                rows, *shape, kind=kind, is_fp8=is_fp8, is_dependent=capability >= DEPENDENT_FROM
+            ):
                 cache = ", FP8" if is_fp8 else ""
                 compiled = inspect(kernel, capability, f"{family}, {rows} rows, {kind}{cache}")
                 compiled.check(pipelined=compiled.kernel != "merge_parts")
@@ -120,12 +128,13 @@ def _launched(
     *,
     kind: str,
     is_fp8: bool,
+    is_dependent: bool,
 ) -> list[Any]:
     """Return the kernels that attend for some rows over tables for 16,384 tokens.
 
     kind: "pages" for one sequence's last rows; "shared" for one row of each of `rows` sequences,
     whose contexts begin with the same pages; "padded" for a step of decodes and chunks.
-    is_fp8: over pages in FP8.
+    is_fp8: over pages in FP8. is_dependent: with programmatic dependent launch.
     """
     dtype = torch.bfloat16
     keys = torch.empty(2, 64, kv_heads, head_dim, dtype=dtype)
@@ -163,7 +172,8 @@ def _launched(
             kernel.run(*args, grid=grid, warmup=True, **options)
         )
 
-    with patch.object(triton.runtime.jit.KernelInterface, "__getitem__", compile_only):
+    getitem = patch.object(triton.runtime.jit.KernelInterface, "__getitem__", compile_only)
+    with getitem, patch.object(dependent_launch, "has_dependent_launch", lambda _: is_dependent):
         if kind == "pages":
             attend_pages(shape, batch, *operands)
         elif kind == "shared":

@@ -20,7 +20,7 @@ TYPES = {
     **dict.fromkeys(("sums", "scales", "row_scales"), "*fp32"),
     **dict.fromkeys(("count", "adds", "inputs", "outputs", "span", "width", "groups"), "i32"),
     "arrivals": "*i32",
-    "weight": "*fp8e4nv",
+    **dict.fromkeys(("weight", "descriptor"), "*fp8e4nv"),
     "numbers": "*u8",
     "rows": "*bf16",
 }
@@ -59,11 +59,11 @@ def _product(
     tile_inputs = group or 128
     types = TYPES | {"rows": "*fp8e4nv"}
     if tile.by_descriptor:
-        types["weight"] = f"tensordesc<fp8e4nv[{tile.outputs},{tile_inputs}]>"
+        types["descriptor"] = f"tensordesc<fp8e4nv[{tile.outputs},{tile_inputs}]>"
     constants = {
         "is_grouped": group is not None,
         "is_even": is_even,
-        "by_descriptor": tile.by_descriptor,
+        **({} if tile.by_descriptor else {"descriptor": None}),
         "most_divided": MOST_DIVIDED,
         "tile_rows": tile.rows,
         "tile_outputs": tile.outputs,
@@ -74,5 +74,6 @@ def _product(
     kernel = fp8_products._multiply_fp8
     compiled = compile_kernel(kernel, capability, types, constants, aligned, **options)
     compiled.check(pipelined=True)
+    assert not compiled.is_dependent or compiled.early_reads == {"weight"}, "weights come late"
     assert any(name in compiled.ptx for name in FP8_PRODUCTS), "the product is not of FP8"
     return compiled

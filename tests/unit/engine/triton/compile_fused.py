@@ -49,6 +49,8 @@ def compile_all(capability: int) -> Iterator[Compiled]:
             types = {name: known.get(name, f"*{dtype}") for name in kernel.arg_names}
             compiled = compile_kernel(kernel, capability, types, constants)
             compiled.check()
+            if compiled.is_dependent and kernel is fused_kernels._norm:
+                assert compiled.early_reads == {"weight"}, "weights come late"
             yield compiled
     for kernel, constants, group in ROUNDING:
         types = {name: ({**known, **ROUNDED}).get(name, "*bf16") for name in kernel.arg_names}

@@ -99,6 +99,7 @@ def _compile(
         num_stages=tile.stages,
     )
     compiled.check(pipelined=not form.values)
+    assert not compiled.is_dependent or compiled.early_reads == {"codes"}, "weights come late"
     # Further tiles are for certain GPUs; these must fit the one with the least shared memory.
     if tile in packed_kernels._TILES:
         assert compiled.shared <= min(SHARED_MEMORY.values()), compiled
