@@ -83,6 +83,7 @@ class MeasuredEngine(Engine):
         model_code: str = "auto",
         kv_dtype: str = "auto",
         draft: Path | None = None,
+        dependent_launch: bool = True,
     ) -> None:
         """tokens: what the KV cache has to hold; streams: sequences that run at once.
 
@@ -94,6 +95,7 @@ class MeasuredEngine(Engine):
             weights=weights,
             model_code=model_code,
             kv_dtype=kv_dtype,
+            dependent_launch=dependent_launch,
             speculate="ngram" if speculate else "off" if draft is None else "auto",
             draft="" if draft is None else str(draft),
         )

@@ -117,6 +117,20 @@ PARTS: Sequence[Part] = (
         "How fast are streams of an 8B model in 4 bits beside bfloat16?",
     ),
     Part(
+        "dependent launch 8b fp8",
+        f"{_HERE}.dependent_launch:compare_launches",
+        60,
+        "What do dependent launches save of an 8B model's steps in FP8, and what are its kernels?",
+        {"model": "8b", "weights": "fp8"},
+    ),
+    Part(
+        "dependent launch 1b",
+        f"{_HERE}.dependent_launch:compare_launches",
+        40,
+        "What do dependent launches save of a 1B model's steps, and what are a layer's kernels?",
+        {"model": "1b"},
+    ),
+    Part(
         "delivery 8b",
         f"{_HERE}.delivery:measure_delivery",
         70,

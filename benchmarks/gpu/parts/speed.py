@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.engine import MeasuredEngine
 from benchmarks.gpu.context import Context, Row, Rows, release
+from benchmarks.gpu.parts.kernel_counts import profile_steps
 from benchmarks.gpu.parts.loads import first_token, llama, some_ids
 from benchmarks.roofline import ByteFloor
 from services.engine.messages import RequestDone, Token
@@ -20,7 +20,6 @@ from services.engine.messages import RequestDone, Token
 __all__ = ["measure_speed"]
 
 _PROFILED_STEPS = 30
-_SHOWN_KERNELS = 12
 _ARRIVALS = 0.8
 """Rate of staggered requests, as a share of what the engine could complete"""
 _LONG = 8
@@ -95,32 +94,17 @@ def _one_stream(context: Context, engine: MeasuredEngine, loads: _Loads, memory:
         for _ in range(8):
             step()
         median = statistics.median(step() for _ in range(steps))
-        context.synchronize()
-        activity = ProfilerActivity.CUDA if context.on_gpu else ProfilerActivity.CPU
-        with profile(activities=[activity]) as profiler:
-            began = time.perf_counter()
-            for _ in range(_PROFILED_STEPS):
-                step()
-            context.synchronize()
-            seconds = time.perf_counter() - began
-    kernels = sorted(profiler.key_averages(), key=lambda each: -each.self_device_time_total)
+        seen = profile_steps(context, step, _PROFILED_STEPS)
     row: Row = {
         "what": "one stream",
         "ms a step": 1000 * median,
         "share of the memory floor": floor.seconds(1, loads.prompt + steps / 2) / median,
     }
     if context.on_gpu:
-        busy = sum(each.self_device_time_total for each in kernels) / 1e6
-        row["share of time in kernels"] = busy / seconds
-        row["launches a step"] = sum(each.count for each in kernels) / _PROFILED_STEPS
+        row |= seen.summary()
     yield row
-    for each in kernels[:_SHOWN_KERNELS] if context.on_gpu else ():
-        milliseconds = each.self_device_time_total / 1000 / _PROFILED_STEPS
-        yield {
-            "kernel": each.key[:80],
-            "ms a step": milliseconds,
-            "launches": each.count / _PROFILED_STEPS,
-        }
+    if context.on_gpu:
+        yield from seen.rows(engine.loaded.model.decoder.spec.num_layers, {})
 
 
 def _closed(engine: MeasuredEngine, loads: _Loads) -> Iterator[tuple[str, int, float]]:
