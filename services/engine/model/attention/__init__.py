@@ -8,12 +8,7 @@ from services.common.settings import StartupError
 from services.engine.kernels.library import native
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
-from services.engine.model.attention.interface import (
-    AttentionBackend,
-    AttentionStep,
-    KVCache,
-    UnrotatedHeads,
-)
+from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.attention.kv_dtype import require_fp8, resolve_kv_dtype
 from services.engine.model.attention.native_backend import NativeAttention, TiledAttention
 from services.engine.model.attention.pair_scores import PairScores
@@ -21,7 +16,7 @@ from services.engine.model.attention.text_backend import TextAttention
 from services.engine.model.attention.torch_backend import TorchAttention
 from tokenwire.extras import install_command
 
-__all__ = ["AttentionBackend", "AttentionStep", "KVCache", "UnrotatedHeads", "choose_backend"]
+__all__ = ["AttentionBackend", "AttentionStep", "KVCache", "choose_backend"]
 
 _LOG = logging.getLogger("loop")
 _LEAST_CAPABILITY = (8, 0)

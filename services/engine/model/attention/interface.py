@@ -10,9 +10,8 @@ from torch import Tensor
 from services.engine.batch.step_batch import StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.model.architecture.layers import AttentionSpec
-from services.engine.model.operators.rotation import Rotation
 
-__all__ = ["AttentionBackend", "AttentionStep", "KVCache", "UnrotatedHeads"]
+__all__ = ["AttentionBackend", "AttentionStep", "KVCache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +126,6 @@ class AttentionStep:
     """True if the layer reads the keys and values of another, so the backend must write none"""
 
 
-@dataclass(frozen=True, slots=True)
-class UnrotatedHeads:
-    """Queries, keys and values of a step before RoPE: views of one tensor, alike in their gaps."""
-
-    heads: Tensor
-    """[tokens, heads + kv_heads, head_dim], queries, then keys; only tokens may have gaps"""
-    values: Tensor
-    """[tokens, kv_heads, value_dim]"""
-    rotation: Rotation
-    query_norm: Tensor | None
-    """[head_dim], RMSNorm before the rotation; None: there is none, and none of the keys"""
-    key_norm: Tensor | None
-    epsilon: float
-    """That of the norms"""
-
-
 class AttentionBackend(ABC):
     """Causal attention over a paged cache, for one spec, dtype and device."""
 
@@ -156,8 +139,8 @@ class AttentionBackend(ABC):
     """True if decodes with `StepBatch.prefixes` take less time"""
     sees_chunks = False
     """True if layers whose tokens see their own chunk alone need no `in_chunks`"""
-    rotates = False
-    """True if `write_rotated` is supported"""
+    has_pages = False
+    """True if `pages` is supported"""
 
     def __init__(self, kv_dtype: torch.dtype) -> None:
         self.kv_dtype = kv_dtype
@@ -186,13 +169,10 @@ class AttentionBackend(ABC):
         tokens: number of the most prompt tokens of a step.
         """
 
-    def write_rotated(
-        self, layer: int, heads: UnrotatedHeads, slots: Tensor, cache: KVCache
-    ) -> None:
-        """Norm and rotate queries and keys in place, and write keys and values to the cache.
+    def pages(self, layer: int, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """View a layer's keys and values as [pages, page, kv_heads, width], token by token.
 
-        The result is that of `Operators.rotate` and of a step's write after it. slots: int64
-        [tokens].
+        They are contiguous, or in FP8 as of `fp8_pages.numbers_of`.
         """
         raise NotImplementedError
 

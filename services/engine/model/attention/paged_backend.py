@@ -21,7 +21,7 @@ from services.engine.model.attention.flash import (
     use_newest_flash,
 )
 from services.engine.model.attention.fp8_pages import KV_FP8, make_pages, numbers_of, write_fp8
-from services.engine.model.attention.interface import AttentionStep, KVCache, UnrotatedHeads
+from services.engine.model.attention.interface import AttentionStep, KVCache
 from services.engine.model.attention.kv_dtype import WIDEST_HEAD
 from services.engine.model.attention.long_prompts import (
     LongPrompts,
@@ -38,7 +38,6 @@ from services.engine.model.attention.paged_kernels import (
     attend_shared,
 )
 from services.engine.model.attention.prompt_chunk import PromptChunk
-from services.engine.model.attention.rotated_write import write_rotated
 from services.engine.model.attention.torch_backend import TorchAttention
 
 __all__ = ["PagedAttention", "StepMetadata", "tokens_of"]
@@ -70,7 +69,7 @@ class PagedAttention(TorchAttention):
 
     name = "triton"
     block_size = _PAGE
-    rotates = True
+    has_pages = True
 
     def __init__(
         self,
@@ -128,20 +127,14 @@ class PagedAttention(TorchAttention):
         return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
 
     def write(self, layer: int, step: AttentionStep) -> None:
-        keys, values = self._pages(layer, step.cache)
+        keys, values = self.pages(layer, step.cache)
         if self._is_fp8:
             write_fp8(step.keys, step.values, keys, values, step.batch.slots)
         else:
             caches = keys.flatten(0, 1), values.flatten(0, 1)
             write_tokens(step.keys, step.values, *caches, step.batch.slots)
 
-    def write_rotated(
-        self, layer: int, heads: UnrotatedHeads, slots: Tensor, cache: KVCache
-    ) -> None:
-        write_rotated(heads, *self._pages(layer, cache), slots)
-
-    def _pages(self, layer: int, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """View a layer's keys and values as [pages, page, kv_heads, width]."""
+    def pages(self, layer: int, cache: KVCache) -> tuple[Tensor, Tensor]:
         keys, values = cache.keys[layer], cache.values[layer]
         if not self._is_fp8:
             return keys.transpose(1, 2), values.transpose(1, 2)
@@ -221,7 +214,7 @@ class PagedAttention(TorchAttention):
             step.queries[part],
             step.keys[part] if has_keys else None,
             step.values[part] if has_keys else None,
-            *self._pages(layer, step.cache),
+            *self.pages(layer, step.cache),
             step.batch.block_tables[span.sequence],
             span.context,
             step.sinks,
@@ -271,7 +264,7 @@ class PagedAttention(TorchAttention):
         """Return the tensors of a launch for the slice `part` of the step's queries."""
         return (
             step.queries[part],
-            *self._pages(layer, step.cache),
+            *self.pages(layer, step.cache),
             step.sinks,
             step.out[part],
             step.slopes,

@@ -8,16 +8,11 @@ from torch import Tensor
 from services.engine.batch.chunks import in_chunks
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.layers import AttentionSpec
-from services.engine.model.attention import (
-    AttentionBackend,
-    AttentionStep,
-    KVCache,
-    UnrotatedHeads,
-)
+from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.checkpoint.family import QkNorm
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.operators.interface import HeadNorms, Operators, Projection
-from services.engine.model.operators.rotation import Rotation
+from services.engine.model.operators.rotation import Rotation, UnrotatedHeads
 
 __all__ = ["AttentionMixer", "AttentionScratch", "AttentionWeights"]
 
@@ -93,16 +88,21 @@ class AttentionMixer(Mixer[AttentionScratch]):
         self._operators = operators
         self._backend = backend
         self._group = group
-        self._rotates_with_write = backend.rotates and self._is_rotated_before_write()
+        self._rotates_with_write = self._can_rotate_with_write()
         """True if `mix` rotates the heads in the launch that writes keys and values"""
         self._unrotated: Rotation | None = None
         """Rotation of the heads that `project` has left to `mix`; None: they are rotated"""
 
-    def _is_rotated_before_write(self) -> bool:
-        """Return whether nothing but RoPE and norms of single heads stands before the write."""
+    def _can_rotate_with_write(self) -> bool:
+        """Return whether one kernel can rotate heads and write keys and values.
+
+        Nothing but RoPE and norms of single heads may stand between the product and the write.
+        """
         spec, norm = self._spec, self._weights.query_norm
         return (
-            self._rotation is not None
+            self._operators.rotates_into_pages
+            and self._backend.has_pages
+            and self._rotation is not None
             and spec.reads_layer is None
             and not self._norms_rotated
             and (norm is None or len(norm) == spec.head_dim)
@@ -222,7 +222,8 @@ class AttentionMixer(Mixer[AttentionScratch]):
             self._weights.key_norm,
             self._epsilon,
         )
-        self._backend.write_rotated(self._layer, heads, batch.slots, cache)
+        pages = self._backend.pages(self._layer, cache)
+        self._operators.rotate_into_pages(heads, *pages, batch.slots)
         _scale_queries(scratch, rotation)
 
     def into(self, scratch: AttentionScratch, out: Tensor) -> None:

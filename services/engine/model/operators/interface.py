@@ -19,7 +19,7 @@ from services.engine.model.operators.low_rank import (
     TorchLowRankProduct,
 )
 from services.engine.model.operators.recording import Recording
-from services.engine.model.operators.rotation import Rotation
+from services.engine.model.operators.rotation import Rotation, UnrotatedHeads
 
 __all__ = [
     "ExpertWeights",
@@ -194,6 +194,8 @@ class Operators(ABC):
     """True if a mixture of gated experts never waits for the host, so that CUDA graphs work"""
     finds_adapters = False
     """True if low-rank products find the adapters of rows on the device, as graphs need it"""
+    rotates_into_pages = False
+    """True if `rotate_into_pages` is supported"""
     keeps_groups = False
     """True if a QuantizedWeight stays as it is in memory"""
 
@@ -378,6 +380,16 @@ class Operators(ABC):
         dimension may have gaps. Norms: [head_dim] over each head, or [heads * head_dim] over all
         query or key heads of a token.
         """
+
+    def rotate_into_pages(
+        self, heads: UnrotatedHeads, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> None:
+        """Norm and rotate queries and keys in place, and write keys and values to the cache.
+
+        The result is that of `rotate` and of a write after it. keys, values: result of
+        `AttentionBackend.pages`; slots: int64 [tokens].
+        """
+        raise NotImplementedError
 
     def norm_heads(self, heads: Tensor, num_queries: int, norms: HeadNorms, epsilon: float) -> None:
         """Norm queries and keys in place. heads: as in `rotate`."""

@@ -18,7 +18,7 @@ from services.engine.model.architecture.rope_scaling import (
 )
 from services.engine.model.architecture.rotary import RotarySpec
 
-__all__ = ["Rotaries", "Rotary", "Rotation", "frequencies"]
+__all__ = ["Rotaries", "Rotary", "Rotation", "UnrotatedHeads", "frequencies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,22 @@ class Rotation:
     def first(self, tokens: int) -> "Rotation":
         scales = None if self.query_scales is None else self.query_scales[:tokens]
         return Rotation(self.cosines[:tokens], self.sines[:tokens], scales)
+
+
+@dataclass(frozen=True, slots=True)
+class UnrotatedHeads:
+    """Queries, keys and values of a step before RoPE: views of one tensor, alike in their gaps."""
+
+    heads: Tensor
+    """[tokens, heads + kv_heads, head_dim], queries, then keys; only tokens may have gaps"""
+    values: Tensor
+    """[tokens, kv_heads, value_dim]"""
+    rotation: Rotation
+    query_norm: Tensor | None
+    """[head_dim], RMSNorm before the rotation; None: there is none, and none of the keys"""
+    key_norm: Tensor | None
+    epsilon: float
+    """That of the norms"""
 
 
 class Rotary:

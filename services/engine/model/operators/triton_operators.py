@@ -15,7 +15,8 @@ from services.engine.model.operators.fused_kernels import (
 )
 from services.engine.model.operators.interface import Gate, Projection
 from services.engine.model.operators.low_rank import LowRankProduct
-from services.engine.model.operators.rotation import Rotation
+from services.engine.model.operators.rotated_write import write_rotated
+from services.engine.model.operators.rotation import Rotation, UnrotatedHeads
 from services.engine.model.operators.torch_operators import TorchGate, TorchOperators, join
 from services.engine.model.operators.triton_low_rank import TritonLowRankProduct
 
@@ -26,6 +27,7 @@ class TritonOperators(TorchOperators):
     """Operators with one launch for each norm, rotation, activation and choice of experts."""
 
     finds_adapters = True
+    rotates_into_pages = True
 
     def gate(
         self,
@@ -78,6 +80,11 @@ class TritonOperators(TorchOperators):
                 norm_rows(part, norm, epsilon, part)
             query_norm = key_norm = None
         rotate_heads(heads, num_queries, rotation, query_norm, key_norm, epsilon)
+
+    def rotate_into_pages(
+        self, heads: UnrotatedHeads, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> None:
+        write_rotated(heads, keys, values, slots)
 
 
 class _TritonGate(Gate):

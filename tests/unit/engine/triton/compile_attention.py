@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 
 from services.engine.batch.step_batch import SharedPrefixes
 from services.engine.kernels import dependent_launch
-from services.engine.model.attention import cache_kernel, fp8_pages, rotated_write
+from services.engine.model.attention import cache_kernel, fp8_pages
 from services.engine.model.attention.paged_kernels import (
     PagedRows,
     PagedShape,
@@ -19,6 +19,7 @@ from services.engine.model.attention.paged_kernels import (
     attend_pages,
     attend_shared,
 )
+from services.engine.model.operators import rotated_write
 from tests.unit.engine.triton.gpus import (
     DEPENDENT_FROM,
     Compiled,

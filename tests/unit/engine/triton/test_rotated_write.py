@@ -11,9 +11,8 @@ pytest.importorskip("triton")
 
 from services.engine.model.attention import fp8_pages
 from services.engine.model.attention.cache_kernel import write_tokens
-from services.engine.model.attention.interface import UnrotatedHeads
-from services.engine.model.attention.rotated_write import write_rotated
-from services.engine.model.operators.rotation import Rotation
+from services.engine.model.operators.rotated_write import write_rotated
+from services.engine.model.operators.rotation import Rotation, UnrotatedHeads
 from services.engine.model.operators.triton_operators import TritonOperators
 
 pytestmark = pytest.mark.skipif(

@@ -17,8 +17,8 @@ from services.engine.model.attention.fp8_pages import (
     round_token,
     store_numbers,
 )
-from services.engine.model.attention.interface import UnrotatedHeads
 from services.engine.model.operators.fused_kernels import rotate_pairs, rotated_tile
+from services.engine.model.operators.rotation import UnrotatedHeads
 
 __all__ = ["write_rotated"]
 
