@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from services.common.model_files.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
+from services.engine.batch.buckets import row_bucket
 from services.engine.execution.assistant_drafts import LEAST_KEPT, AssistantDrafts
 from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.draft_vocabulary import find_difference
 from services.engine.execution.head_drafts import HeadDrafts
 from services.engine.execution.memory_budget import require_memory
 from services.engine.execution.model_loader import load_any_model
-from services.engine.execution.step_memory import measure_steps
+from services.engine.execution.model_runner import StepCapacity
+from services.engine.execution.step_memory import measure_captures, measure_steps, usable_kernels
 from services.engine.kernels.memory import populate_behind
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.assistant_head import AssistantHead, load_assistant
@@ -59,6 +62,8 @@ class LoadedDraft:
     kind: DraftKind = DraftKind.MODEL
     targets: Sequence[int] = ()
     """Id of the engine's model for each id of a head; empty: the ids are the same"""
+    capacity: StepCapacity | None = None
+    """Size of the largest pass if padded passes run as CUDA graphs; None: they do not"""
 
     @property
     def block_bytes(self) -> int:
@@ -71,7 +76,8 @@ class LoadedDraft:
         if isinstance(self.decoder, AssistantHead):
             return AssistantDrafts(self.decoder, target, self.vocabulary_size, self.pass_tokens)
         groups = len(layer_groups(self.decoder.spec))
-        cache = self.decoder.allocate_cache([num_blocks] * groups, self.block_size)
+        blocks = num_blocks + (self.capacity is not None)  # padding has a block of its own
+        cache = self.decoder.allocate_cache([blocks] * groups, self.block_size)
         if self.decoder.device.type == "cpu":
             populate_behind(list(cache.pages))
         if isinstance(self.decoder, DraftHead):
@@ -84,7 +90,13 @@ class LoadedDraft:
                 self.targets,
                 _KEPT_ROWS,
             )
-        return DraftModel(self.decoder, cache, self.vocabulary_size, self.pass_tokens)
+        return DraftModel(
+            self.decoder,
+            cache,
+            self.vocabulary_size,
+            self.pass_tokens,
+            capacity=self.capacity,
+        )
 
 
 def tap_for_head(path: Path, target: Model) -> None:
@@ -211,7 +223,25 @@ def _reserved(
         kept = LEAST_KEPT * max_running if isinstance(decoder, AssistantHead) else _KEPT_ROWS
         further += kept * decoder.states_width * decoder.dtype.itemsize
     size, block_size = target.spec.vocab_size, target.block_size
-    return LoadedDraft(decoder, size, block_size, tokens, further, kind, targets)
+    capacity = None
+    if decoder.device.type == "cuda" and decoder.is_capturable:
+        context = min(decoder.spec.context_length, target.spec.context_length)
+        capacity = StepCapacity(tokens, max_running, -(-context // block_size))
+        further += _graph_bytes(decoder, size, block_size, capacity)
+    return LoadedDraft(decoder, size, block_size, tokens, further, kind, targets, capacity)
+
+
+def _graph_bytes(decoder: Model, size: int, block_size: int, capacity: StepCapacity) -> int:
+    """Return the bytes of all graphs of a draft model's passes. Raises StartupError.
+
+    size: number of ids of the engine's model.
+    """
+    blocks = capacity.blocks + row_bucket(capacity.sequences)  # so that no size is left out
+    with usable_kernels():
+        cache = decoder.allocate_cache(blocks, block_size)
+        draft = DraftModel(decoder, cache, size, capacity.tokens, capacity=capacity)
+        captures = [partial(draft.capture, [each]) for each in draft.graph_sizes]
+        return measure_captures(captures)
 
 
 def _require_target(option: str, target: Model) -> None:

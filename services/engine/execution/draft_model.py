@@ -12,10 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.engine.batch.buckets import decode_sizes, row_bucket
 from services.engine.batch.staging import Staging
 from services.engine.batch.step_batch import OutputRows, StepBatch
 from services.engine.batch.transfer import Mark, to_device
 from services.engine.execution.first_steps import run_first_steps
+from services.engine.execution.model_runner import StepCapacity
+from services.engine.execution.step_graphs import StepGraphs
 from services.engine.model.attention import KVCache
 from services.engine.model.model import Model
 from services.engine.scheduling.draft_plan import DraftLimits, DraftPart, DraftResult, PassTime
@@ -41,10 +44,14 @@ class DraftModel:
         pass_tokens: int,
         clock: Callable[[], float] = time.monotonic,
         host_clock: Callable[[], float] = time.monotonic,
+        capacity: StepCapacity | None = None,
     ) -> None:
         """vocabulary_size: number of ids of the engine's model. pass_tokens: most tokens of a pass.
 
         clock, host_clock: return seconds; they time passes and what the host does around them.
+        capacity: size of the largest pass if passes over one token of each sequence are padded, and
+        run as CUDA graphs on a GPU; None = they are not. Padding writes to the last block of the
+        cache.
 
         The ids of both models mean the same, as far as both have them.
         """
@@ -56,11 +63,34 @@ class DraftModel:
         self._clock = clock
         self.host_clock = host_clock
         self._staging = Staging(decoder.device)
+        self._graphs: StepGraphs | None = None
+        self._spare = [cache.num_blocks - 1]
+        """Block that padded rows write to"""
+        self.graph_sizes: Sequence[tuple[int, int]] = ()
+        """Rows and table widths of padded passes, largest first"""
         self.limits = DraftLimits(decoder.spec.context_length, pass_tokens)
+        if capacity is not None:
+            rows = row_bucket(capacity.sequences)
+            tokens = max(capacity.tokens, rows)
+            self._staging.reserve(tokens, rows, capacity.blocks)
+            decoder.reserve(tokens, rows)
+            self._graphs = StepGraphs(decoder, cache)
+            sequences, blocks = capacity.sequences, capacity.blocks
+            self.graph_sizes = decode_sizes(sequences, blocks, cache.num_blocks)
 
     def warm_up(self) -> None:
-        """Run the first passes, which take longer than later ones."""
+        """Run the first passes, which take longer than later ones, and capture all graphs."""
         run_first_steps(self._decoder, self._cache)
+        self.capture(self.graph_sizes)
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Capture the graphs of padded passes, of some of `graph_sizes`."""
+        assert self._graphs is not None or not sizes
+        for rows, width in sizes:
+            batch = self._build([], [], [], [], padding=rows, least_blocks=width)
+            if self._graphs is not None:
+                self._graphs.capture(batch)
 
     @torch.inference_mode()
     def make(self, parts: Sequence[DraftPart]) -> DraftResult:
@@ -125,13 +155,37 @@ class DraftModel:
             else part.sequence.tables[0].blocks
             for part in parts
         ]
-        counts = [len(each) for each in ids]
         ends = [
-            start + count - skip for start, count, skip in zip(starts, counts, skipped, strict=True)
+            start + len(each) - skip for start, each, skip in zip(starts, ids, skipped, strict=True)
         ]
-        fields = self._staging.lay_out(sum(counts), tables)
+        if self._graphs is None or any(len(each) > 1 for each in ids):
+            return self._compute(self._build(ids, ends, tables, skipped))
+        padding = row_bucket(len(ids)) - len(ids)
+        return self._graphs.run(self._build(ids, ends, tables, skipped, padding=padding))
+
+    def _build(
+        self,
+        ids: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]],
+        ends: Sequence[int],
+        tables: Sequence[list[int]],
+        skipped: Sequence[int],
+        *,
+        padding: int = 0,
+        least_blocks: int = 1,
+    ) -> StepBatch:
+        """Return the batch of a pass.
+
+        ends: number of tokens up to each sequence's last one. skipped: number of tokens before
+        those. tables: blocks from there on. padding: number of rows to add if each sequence has one
+        token. least_blocks: parameter of `Staging.lay_out`.
+        """
+        size = self._cache.block_size
+        counts = [len(each) for each in ids] + [1] * padding
+        ends, tables = [*ends, *[1] * padding], [*tables, *[self._spare] * padding]
+        fields = self._staging.lay_out(sum(counts), tables, least_blocks)
         # Ids that only the engine's model has stand for parts of images, or are never drawn.
-        np.minimum(np.concatenate(ids), self._most_id, out=fields.token_ids)
+        known = np.concatenate([*ids, np.zeros(padding, dtype=np.int32)])
+        np.minimum(known, self._most_id, out=fields.token_ids)
         fields.query_starts[0] = 0
         np.cumsum(counts, out=fields.query_starts[1:])
         fields.context_lengths[:] = ends
@@ -154,7 +208,7 @@ class DraftModel:
         if is_partial:
             indices = staged.output_rows[: len(counts)]
             outputs = OutputRows(indices, staged.output_starts, (1,) * len(counts))
-        batch = StepBatch(
+        return StepBatch(
             token_ids=staged.token_ids,
             positions=staged.positions,
             slots=staged.slots[0],
@@ -166,7 +220,6 @@ class DraftModel:
             context_lengths_host=tuple(ends),
             output_rows=outputs,
         )
-        return self._compute(batch)
 
     def _most_likely(self, hidden: Tensor, rows: list[int]) -> list[int]:
         """Return the most likely id behind some rows; -1 for NaN on a CPU."""

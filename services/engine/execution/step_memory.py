@@ -16,7 +16,7 @@ from services.engine.execution.model_runner import ModelRunner, StepCapacity, ma
 from services.engine.model.attention import KVCache
 from services.engine.model.model import Model
 
-__all__ = ["largest_step", "measure_steps", "total_of_graphs", "usable_kernels"]
+__all__ = ["largest_step", "measure_captures", "measure_steps", "total_of_graphs", "usable_kernels"]
 
 _DRAW_COPIES = 4
 """Copies of the logits that a draw with top-p makes: candidates, weights and their sums"""
@@ -138,12 +138,12 @@ def _measure_graphs(decoder: Model, cache: KVCache, capacity: StepCapacity) -> i
     runner = ModelRunner(decoder, cache, capacity)
     enough = capacity.blocks + row_bucket(capacity.sequences)  # so that no size is left out
     decodes = decode_sizes(capacity.sequences, capacity.blocks, enough)
-    return _measure_captures(
+    return measure_captures(
         [partial(runner.capture_graphs, [size], announces=False) for size in decodes]
-    ) + _measure_captures([partial(runner.capture_mixed, [size]) for size in runner.mixed_sizes])
+    ) + measure_captures([partial(runner.capture_mixed, [size]) for size in runner.mixed_sizes])
 
 
-def _measure_captures(captures: Sequence[Callable[[], None]]) -> int:
+def measure_captures(captures: Sequence[Callable[[], None]]) -> int:
     """Return the bytes of all captures, estimated from the first two. The largest is the first."""
     if not captures:
         return 0

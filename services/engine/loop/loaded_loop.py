@@ -1,5 +1,6 @@
 """A step loop with its model in memory."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from services.engine.batch.buckets import decode_sizes
@@ -115,7 +116,8 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
     overlaps = decoder.device.type == "cuda"
     _warm_up(decoder, cache, description)
     if model.draft is not None:
-        model.draft.warm_up()
+        with usable_kernels() if decoder.device.type == "cuda" else nullcontext():
+            model.draft.warm_up()
     alone = model.ranks.rank.is_alone
     steps = StepLoop(
         scheduler,

@@ -124,13 +124,15 @@ def make_loop(
     drafts: DraftModel | None = None
     clocks = (lambda: next(clock)), (lambda: 0.0)
     if draft is not None:
-        own = draft.allocate_cache(blocks, block)
+        own = draft.allocate_cache(blocks + padded, block)
         size = decoder.spec.vocab_size
         if isinstance(draft, DraftHead):
             kind, kept = DraftKind.EAGLE, most_kept
             drafts = head_drafts(draft, own, size, 64, kind, targets, kept, *clocks)
         else:
-            drafts = draft_model(draft, own, size, 64, *clocks)
+            capacity = StepCapacity(64, running, CONTEXT // block) if padded else None
+            drafts = draft_model(draft, own, size, 64, *clocks, capacity)
+            drafts.capture(drafts.graph_sizes)
     limits = SchedulerLimits(
         running,
         step_tokens,

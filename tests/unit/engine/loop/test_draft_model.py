@@ -7,9 +7,14 @@ from typing import ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from services.engine.batch.step_batch import StepBatch
+from services.engine.execution import draft_model
 from services.engine.execution.draft_model import DraftModel
+from services.engine.execution.step_graphs import StepGraphs, key_of
 from services.engine.messages import GrantCredit, RequestDone, Token
+from services.engine.model.attention import KVCache
 from services.engine.model.model import Model
 from services.engine.scheduling.draft_plan import DraftPart, DraftResult, PassTime
 from tests.unit.engine.loop.outputs import greedy_tokens
@@ -40,6 +45,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Model:
     credit=st.sampled_from([None, 1, 5]),
     same=st.booleans(),
     speculate=st.booleans(),
+    padded=st.booleans(),
     n=st.integers(1, 3),
 )
 @settings(SAME_EXAMPLES, max_examples=40)
@@ -52,6 +58,7 @@ def test_draft_model_never_changes_output(
     credit: int | None,
     same: bool,
     speculate: bool,
+    padded: bool,
     n: int,
 ) -> None:
     """Greedy or seeded, together with preemption, shared prefixes, n-grams, choices and credit."""
@@ -70,7 +77,11 @@ def test_draft_model_never_changes_output(
     more = [GrantCredit(i, 100) for i in range(len(prompts))]
     plain = run(make_loop(decoder, blocks=blocks), [*requests, *more])
     drafting = make_loop(
-        decoder, blocks=blocks, speculate=speculate, draft=decoder if same else other
+        decoder,
+        blocks=blocks,
+        speculate=speculate,
+        padded=padded,
+        draft=decoder if same else other,
     )
     drafted = run(drafting, [*requests, *more])
     for place, ids in tokens_of(plain).items():
@@ -81,12 +92,38 @@ def test_draft_model_never_changes_output(
         assert_same_up_to_ties(tokens_of(drafted)[place], alone)
 
 
-def test_good_drafts_save_most_steps_and_are_reported(decoder: Model) -> None:
+class CheckedGraphs(StepGraphs):
+    """Graphs of a draft model's passes, all of which must have been captured before."""
+
+    runs: ClassVar[int] = 0
+
+    def __init__(self, decoder: Model, cache: KVCache) -> None:
+        super().__init__(decoder, cache)
+        self._keys: set[tuple[int, ...]] = set()
+
+    def capture(self, batch: StepBatch) -> None:
+        self._keys.add(key_of(batch))
+        super().capture(batch)
+
+    def run(self, batch: StepBatch) -> Tensor:
+        assert key_of(batch) in self._keys
+        CheckedGraphs.runs += 1
+        return super().run(batch)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_good_drafts_save_most_steps_and_are_reported(
+    decoder: Model, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded passes of one token for each sequence run as graphs, at the addresses of a capture."""
+    monkeypatch.setattr(draft_model, "StepGraphs", CheckedGraphs)
+    CheckedGraphs.runs = 0
     requests = [make_request(i, [[3 + i, 9]], max_tokens=60) for i in range(3)]
-    loop = make_loop(decoder, draft=decoder)
+    loop = make_loop(decoder, draft=decoder, padded=padded)
     outputs = run(loop, requests)
     load = loop.take_output().load
     [total] = load.drafts
+    assert (CheckedGraphs.runs > 0) is padded
     assert load.steps < 40
     assert total.source == "draft_model"
     assert total.accepted == total.drafted > 100
