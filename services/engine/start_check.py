@@ -36,6 +36,7 @@ __all__ = [
     "check_room",
     "check_start",
     "checkpoint_config",
+    "gpu_memory_by_weights",
     "memory_by_weights",
     "needed_bytes",
     "require_room",
@@ -50,6 +51,7 @@ _WIDE = frozenset({"avx2", "fma", "f16c"})
 """Flags of processors whose kernels read weights in their stored form, mapped or in memory"""
 _CODED_BYTES = 12.5 / 8
 """Bytes of a bfloat16 number in the CPU's coded form"""
+_BFLOAT16_BYTES = 2
 _ROUNDED = ("int8", "int4")
 
 
@@ -128,6 +130,23 @@ def memory_by_weights(model: Path) -> dict[str, int]:
         if name in _ROUNDED and (weights.coded or weights.is_rounded):
             continue
         found[name] = weights.num_bytes(name, _number_bytes(settings))
+    return found
+
+
+def gpu_memory_by_weights(model: Path) -> dict[str, int]:
+    """Return the bytes that the weights take on a GPU in bfloat16, by value of --weights.
+
+    The GPU is one that keeps codes packed and multiplies in FP8. Only values that can start there.
+    Raises CheckpointError or GgufError.
+    """
+    weights = stored_weights(model)
+    packed = weights.on_gpu(packs=True, keeps_fp8=True)
+    found = {"full": packed.num_bytes("full", _BFLOAT16_BYTES)}
+    if weights.coded or weights.fp8:
+        decoded = weights.on_gpu(packs=False)
+        found["decoded"] = decoded.num_bytes("decoded", _BFLOAT16_BYTES)
+    elif not weights.is_rounded:
+        found["fp8"] = packed.num_bytes("fp8", _BFLOAT16_BYTES)
     return found
 
 

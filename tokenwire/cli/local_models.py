@@ -194,6 +194,7 @@ def _facts_as_json(name: str, path: Path, licence: str, facts: "ModelFacts") -> 
         "tools": {"shown_by_template": chat.shows_tools, "format": chat.tool_format or None},
         "reasoning_format": chat.reasoning_format or None,
         "memory_bytes": dict(facts.memory),
+        "gpu_memory_bytes": dict(facts.gpu_memory),
         "cache_bytes": facts.cache_bytes,
         "state_bytes": facts.state_bytes,
         "last_used": None if used is None else int(used),
@@ -221,10 +222,8 @@ def _print_facts(name: str, path: Path, licence: str, facts: "ModelFacts") -> No
             ("tools", tools),
             ("reasoning", chat.reasoning_format or "none"),
         ]
-    rows += [
-        (f"--weights {each}", f"{in_decimal_units(num_bytes)} of memory")
-        for each, num_bytes in facts.memory.items()
-    ]
+    names = dict.fromkeys((*facts.memory, *facts.gpu_memory))
+    rows += [(f"--weights {name}", _memory(facts, name)) for name in names]
     if facts.cache_bytes:
         cached = in_decimal_units(facts.cache_bytes)
         rows.append(
@@ -236,6 +235,17 @@ def _print_facts(name: str, path: Path, licence: str, facts: "ModelFacts") -> No
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         print(f"{label.ljust(width)}  {value}")
+
+
+def _memory(facts: "ModelFacts", name: str) -> str:
+    """Return the memory of the weights on each device that has this value of --weights."""
+    by_device = (("a CPU", facts.memory), ("a GPU", facts.gpu_memory))
+    sizes = [
+        f"{in_decimal_units(memory[name])} on {device}"
+        for device, memory in by_device
+        if name in memory
+    ]
+    return ", ".join(sizes)
 
 
 def _stored(facts: "ModelFacts") -> str:

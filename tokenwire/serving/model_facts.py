@@ -25,7 +25,11 @@ from services.engine.model.architecture.model_layers import read_config
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.stored_weights import count_parameters
 from services.engine.sequence_memory import sequence_memory
-from services.engine.start_check import checkpoint_config, memory_by_weights
+from services.engine.start_check import (
+    checkpoint_config,
+    gpu_memory_by_weights,
+    memory_by_weights,
+)
 from services.tokenizer.template_facts import ChatFacts, read_chat_facts
 from tokenwire.errors import ServiceError
 from tokenwire.serving.serve_options import ServeError
@@ -59,6 +63,8 @@ class ModelFacts:
     chat: ChatFacts
     memory: Mapping[str, int]
     """Bytes of the weights in this machine's memory, by value of --weights"""
+    gpu_memory: Mapping[str, int]
+    """Bytes of the weights in a GPU's memory, by value of --weights"""
     cache_bytes: int | None
     """Bytes of the keys and values of one text that fills the context; None = nothing is kept, or
     the context is not known"""
@@ -93,6 +99,7 @@ async def read_facts(model: Path) -> ModelFacts:
             licence=_licence_of_card(model) if file is None else _licence_of_file(file),
             chat=chat,
             memory=memory_by_weights(model),
+            gpu_memory=gpu_memory_by_weights(model),
             cache_bytes=None if cached is None else cached * _NUMBER_BYTES,
             state_bytes=0 if memory is None else memory.state_bytes(_NUMBER_BYTES),
         )

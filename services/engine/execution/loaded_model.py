@@ -39,7 +39,7 @@ from services.engine.kernels.packed_file import PackedFile
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
-from services.engine.model.loader import resolve_dtype
+from services.engine.model.loader import multiplies_fp8, resolve_dtype
 from services.engine.model.model import Model
 from services.engine.model.operators.torch_operators import runs_tensor_kernels
 from services.engine.model.pooler import Pooler, load_pooler
@@ -105,7 +105,8 @@ def load(settings: EngineSettings) -> LoadedModel:
     if device.type == "cuda":  # the memory of a CPU is checked before torch is loaded
         free = available_memory(device) * rank.count
         packs = runs_tensor_kernels(dtype, device)
-        weights = stored_weights(settings.model).on_gpu(packs=packs)
+        keeps_fp8 = multiplies_fp8(dtype, device)
+        weights = stored_weights(settings.model).on_gpu(packs=packs, keeps_fp8=keeps_fp8)
         require_room(weights, settings.weights, free, dtype.itemsize, ("fp8",))
     packed = _packed_file(settings, dtype, device, rank)
     decoder = load_any_model(

@@ -57,6 +57,7 @@ __all__ = [
     "choose_operators",
     "load_model",
     "load_spec",
+    "multiplies_fp8",
     "open_tensors",
     "resolve_dtype",
     "with_known_ends",
@@ -376,7 +377,7 @@ def choose_operators(
             )
         return TiledOperators(native) if tiles else GroupedOperators(native, dtype)
     if weights == "fp8" or (weights == "full" and spec.fp8 is not None):
-        if _multiplies_fp8(dtype, device):
+        if multiplies_fp8(dtype, device):
             # imported here: only GPU machines have Triton
             from services.engine.model.operators.fp8_operators import Fp8Operators
 
@@ -407,7 +408,8 @@ def choose_operators(
     return NativeOperators(native, dtype)
 
 
-def _multiplies_fp8(dtype: torch.dtype, device: torch.device) -> bool:
+def multiplies_fp8(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether products with activations of `dtype` have kernels for weights in FP8."""
     if device.type != "cuda" or dtype != torch.bfloat16 or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= _ADA

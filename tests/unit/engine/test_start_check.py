@@ -16,7 +16,13 @@ from services.engine import start_check
 from services.engine.model.checkpoint.config import Config
 from services.engine.model.checkpoint.stored_weights import StoredWeights
 from services.engine.settings import EngineSettings
-from services.engine.start_check import check_room, check_start, require_room, stored_weights
+from services.engine.start_check import (
+    check_room,
+    check_start,
+    gpu_memory_by_weights,
+    require_room,
+    stored_weights,
+)
 from tests.text_models import make_jina_v3, make_jina_v5, make_jina_v5_nano
 from tests.unit.engine.tiny import make_checkpoint
 
@@ -78,8 +84,17 @@ def test_gpu_holds_codes_as_small_as_the_file_and_the_table_of_tokens(tmp_path: 
     weights = StoredWeights.of_directory(tmp_path)
     assert weights.on_gpu(packs=True).num_bytes("full", 2) == 400 + 2 * 32 * 2
     assert weights.on_gpu(packs=False).num_bytes("full", 2) == 2 * 400 + 2 * 32 * 2
+    (tmp_path / "config.json").write_text("{}")
+    assert gpu_memory_by_weights(tmp_path) == {"full": 528, "decoded": 928}
     with pytest.raises(StartupError, match=r"serve a smaller model\.$"):
         require_room(weights.on_gpu(packs=False), "full", 600, 2, ("fp8",))
+
+
+def test_gpu_holds_weights_of_an_fp8_checkpoint_in_a_byte_each(tmp_path: Path) -> None:
+    """A card of 80 GB holds 70 billion of them, and the check before loading must say so."""
+    save_file({"a.weight": torch.zeros(64, 64).to(torch.float8_e4m3fn)}, tmp_path / "a.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert gpu_memory_by_weights(tmp_path) == {"full": 64 * 64, "decoded": 64 * 64 * 2}
 
 
 @pytest.mark.parametrize("make", [make_jina_v3, make_jina_v5, make_jina_v5_nano])

@@ -73,6 +73,7 @@ def test_show_of_a_model_has_its_facts_without_torch(embedded_model: Path) -> No
     assert facts["licence"] == "apache-2.0"
     assert facts["tools"] == {"shown_by_template": True, "format": "hermes"}
     assert facts["memory_bytes"]["int4"] < facts["memory_bytes"]["int8"]
+    assert facts["gpu_memory_bytes"]["fp8"] < facts["gpu_memory_bytes"]["full"]
     assert facts["cache_bytes"] > 0
     assert "AssertionError" not in result.stderr
 

@@ -7,10 +7,11 @@ from itertools import pairwise
 from math import ceil, prod
 from pathlib import Path
 
+from services.common.gguf.ggml_types import GgmlType
 from services.common.gguf.gguf_file import GgufFile
 from services.engine.model.checkpoint.config import CheckpointError, Config
 
-__all__ = ["StoredWeights", "count_parameters"]
+__all__ = ["GPU_BITS", "StoredWeights", "count_parameters"]
 
 _FLOATS = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 4, "F8_E5M2": 4}
 """Types of safetensors whose numbers are weights, and the bytes that each number takes in memory
@@ -22,6 +23,33 @@ _PLAIN = frozenset({0, 1, 30})
 """ggml's numbers of float32, float16 and bfloat16"""
 _MAPPABLE = frozenset({*range(2, 4), *range(6, 9), *range(10, 15), 20, 23, 35, 39})
 """ggml's numbers of the types whose blocks products can read where they lie"""
+GPU_BITS: dict[int, float] = {
+    GgmlType.Q4_0: 4.5,
+    GgmlType.Q4_1: 5,
+    GgmlType.Q5_0: 6.5,
+    GgmlType.Q5_1: 7,
+    GgmlType.Q8_0: 8.5,
+    GgmlType.Q2_K: 5.125,
+    GgmlType.Q3_K: 4.625,
+    GgmlType.Q4_K: 4.625,
+    GgmlType.Q5_K: 6.625,
+    GgmlType.Q6_K: 6.625,
+    GgmlType.IQ4_NL: 4.5,
+    GgmlType.IQ4_XS: 4.375,
+    GgmlType.TQ2_0: 4.125,
+    GgmlType.MXFP4: 4.25,
+    GgmlType.NVFP4: 5,
+}
+"""Bits of a weight that a GPU keeps packed, by the number of its ggml type"""
+_GPU_FACTORS = {
+    ("qzeros", "I32"): 2,
+    ("weight_zero_point", "I32"): 2,
+    ("absmax", "U8"): 4,
+    ("absmax", "F32"): 2,
+}
+"""Bytes in a GPU's memory for each byte that is counted on a CPU: zero points of 4 bits take a
+byte there, and bitsandbytes' scales a float32. By the last part of the name, and the type"""
+_FP8 = ("F8_E4M3", "F8_E5M2")
 _EMBEDDINGS = (
     *("embed_tokens.weight", "token_embd.weight", "wte.weight", "word_embeddings.weight"),
     "embed.weight",
@@ -49,6 +77,9 @@ class _Tensor:
     float_bytes: int
     """Bytes of a number in floating point that stays as it is; 0: the tensor has codes"""
     is_mappable: bool
+    gpu_extra: int = 0
+    """Bytes that the tensor takes in a GPU's packed weights beside those counted on a CPU"""
+    is_fp8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +102,10 @@ class StoredWeights:
     """Count of numbers in the adapters of tasks, which have --dtype whatever the weights have"""
     table: int = 0
     """Count of numbers in the table of the tokens"""
+    gpu_extra: int = 0
+    """Bytes that packed weights take in a GPU's memory beside those of their codes in the files"""
+    fp8: int = 0
+    """Count of numbers in FP8, among those in floating point"""
 
     @staticmethod
     def of_gguf(file: GgufFile) -> "StoredWeights":
@@ -103,16 +138,26 @@ class StoredWeights:
         dtype = config.values.get("dtype") or config.values.get("torch_dtype")
         return StoredWeights(num_bytes // _NUMBER_BYTES.get(str(dtype), 4), 0, 0, num_bytes)
 
-    def on_gpu(self, *, packs: bool) -> "StoredWeights":
+    def on_gpu(self, *, packs: bool, keeps_fp8: bool = False) -> "StoredWeights":
         """Return the sizes in a GPU's memory, which holds the table of the tokens in --dtype, too.
 
-        packs: True if codes stay as small as in the files; False: they are decoded to --dtype.
+        packs: True if codes stay packed; False: they are decoded to --dtype. keeps_fp8: True if
+        weights in FP8 stay so.
         """
         held = replace(self, adapters=self.adapters + self.table)
-        if packs or not self.coded:
+        if not packs and self.coded:
+            held = replace(
+                held, floats=self.floats + self.coded, coded=0, coded_bytes=0, is_rounded=True
+            )
+        elif packs:
+            held = replace(held, coded_bytes=self.coded_bytes + self.gpu_extra)
+        if not keeps_fp8:
             return held
         return replace(
-            held, floats=self.floats + self.coded, coded=0, coded_bytes=0, is_rounded=True
+            held,
+            floats=held.floats - self.fp8,
+            coded=held.coded + self.fp8,
+            coded_bytes=held.coded_bytes + self.fp8,
         )
 
     def num_bytes(self, weights: str, number_bytes: float | None) -> int:
@@ -156,6 +201,8 @@ def _total(tensors: list[_Tensor]) -> StoredWeights:
         sum(tensor.num_bytes for tensor in coded if tensor.is_mappable),
         adapters=adapters,
         table=table,
+        gpu_extra=sum(tensor.gpu_extra for tensor in tensors),
+        fp8=sum(tensor.numbers for tensor in tensors if tensor.is_fp8),
     )
 
 
@@ -178,8 +225,10 @@ def _gguf_tensors(file: GgufFile) -> Iterator[_Tensor]:
         ends = [*(after.start for _, after in pairwise(held)), size]
         for tensor, end in zip(held, ends, strict=bool(held)):
             float_bytes = _GGUF_FLOATS.get(tensor.kind, 0)
-            numbers = prod(tensor.shape)
-            yield _Tensor(tensor.name, numbers, end - tensor.start, float_bytes, is_mappable)
+            numbers, num_bytes = prod(tensor.shape), end - tensor.start
+            bits = GPU_BITS.get(tensor.kind, 0)
+            extra = max(0, int(numbers * bits / 8) - num_bytes)
+            yield _Tensor(tensor.name, numbers, num_bytes, float_bytes, is_mappable, extra)
 
 
 def _tensors(file: Path) -> Iterator[_Tensor]:
@@ -190,9 +239,13 @@ def _tensors(file: Path) -> Iterator[_Tensor]:
         for name, tensor in header.items():
             if name != "__metadata__":
                 begin, end = tensor["data_offsets"]
-                float_bytes = _FLOATS.get(tensor["dtype"], 0)
+                dtype = tensor["dtype"]
+                float_bytes = _FLOATS.get(dtype, 0)
                 numbers = prod(tensor["shape"]) if float_bytes else end - begin
                 is_mappable = name.endswith(_MXFP4)
-                yield _Tensor(name, numbers, end - begin, float_bytes, is_mappable)
+                factor = _GPU_FACTORS.get((name.rpartition(".")[2], dtype), 1)
+                extra = (factor - 1) * (2 * numbers if float_bytes else numbers)
+                is_fp8 = dtype in _FP8
+                yield _Tensor(name, numbers, end - begin, float_bytes, is_mappable, extra, is_fp8)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is damaged or truncated: {error}.") from None

@@ -2,16 +2,19 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from safetensors.torch import save_file
 from torch import Tensor
 
 from services.common.gguf.ggml_types import GgmlType
-from services.engine.model.checkpoint.gguf_groups import read_groups
+from services.engine.model.checkpoint.gguf_groups import has_codes, read_groups
 from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight
+from services.engine.model.checkpoint.stored_weights import GPU_BITS, StoredWeights
 from tests.unit.engine.gguf_checkpoints import random_blocks
 
 kernels = pytest.importorskip("services.engine.model.operators.packed_kernels")
@@ -248,10 +251,23 @@ def test_numbers_take_as_few_bytes_as_they_can() -> None:
 
     assert bits_per_weight(symmetric(4, 128)) == 4.125
     assert bits_per_weight(gptq(4, 128)) == 4.25
-    assert bits_per_weight(of_gguf(K.Q4_0)) == 4.5
-    assert bits_per_weight(of_gguf(K.Q4_K)) == 4.625
-    assert bits_per_weight(of_gguf(K.Q6_K)) == 6.625
-    assert bits_per_weight(of_gguf(K.Q8_0)) == 8.5
+    for kind in GgmlType:
+        if has_codes(kind):
+            stated = GPU_BITS[kind]
+            assert bits_per_weight(of_gguf(GGMLQuantizationType(kind))) == stated, kind.name
+
+
+def test_sizes_of_packed_weights_are_known_from_headers(tmp_path: Path) -> None:
+    """`tokenwire show`, and the check before loading, state what the kernels' form takes."""
+    words, scales = torch.zeros(64, OUTPUTS).int(), torch.zeros(4, OUTPUTS).half()
+    of_gptq = {"qweight": words, "qzeros": torch.zeros(4, OUTPUTS // 8).int(), "scales": scales}
+    codes = torch.zeros(OUTPUTS * 256, 1).byte()
+    of_nf4 = {"weight": codes, "weight.absmax": torch.zeros(OUTPUTS * 8).byte()}
+    pairs = ((of_gptq, gptq(4, 128)), (of_nf4, looked_up(NF4)))
+    for tensors, weight in pairs:
+        save_file(tensors, tmp_path / "model.safetensors")
+        stated = StoredWeights.of_directory(tmp_path).on_gpu(packs=True).num_bytes("full", 2)
+        assert 0.97 < stated / packed(weight, BFLOAT16).nbytes <= 1
 
 
 def test_forms_that_the_kernels_lack_are_told() -> None:
