@@ -13,7 +13,13 @@ from benchmarks.gpu.context import Context, Row, Rows, release
 from benchmarks.gpu.parts.loads import start, streams_row
 from benchmarks.gpu.quantized_checkpoints import make_gptq
 from benchmarks.gpu.timing import case, copies
-from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight
+from services.engine.model.checkpoint.quantized import (
+    BlockCodes,
+    BlockLayout,
+    GroupNumbers,
+    Plane,
+    QuantizedWeight,
+)
 
 __all__ = ["check_packed", "compare_packed", "measure_packed_streams"]
 
@@ -159,6 +165,13 @@ def _formats(outputs: int, inputs: int) -> Mapping[str, Callable[[], QuantizedWe
         numbers = GroupNumbers(scales(group)), GroupNumbers(-8 * scales(group))
         return QuantizedWeight(codes(bits), bits, *numbers)
 
+    def blocks_of_five() -> BlockCodes:
+        layout = BlockLayout(160, 256, [Plane(0, 128, 32, 4), Plane(128, 32, 32, 1, 4)])
+        source = torch.Generator().manual_seed(5)
+        shape = (outputs, inputs // layout.num_codes * layout.num_bytes)
+        rows = torch.randint(256, shape, generator=source, dtype=torch.uint8)
+        return BlockCodes(rows, layout)
+
     def levels(bits: int, group: int, *, has_offsets: bool) -> QuantizedWeight:
         source = torch.Generator().manual_seed(group)
 
@@ -167,7 +180,10 @@ def _formats(outputs: int, inputs: int) -> Mapping[str, Callable[[], QuantizedWe
             each = torch.randint(1, 63, shape, generator=source, dtype=torch.int8)
             return GroupNumbers(each, scales(256) / 32)
 
-        return QuantizedWeight(codes(bits), bits, numbers(), numbers() if has_offsets else None)
+        offsets = numbers() if has_offsets else None
+        if bits == 5:
+            return QuantizedWeight(blocks_of_five(), 6, numbers(), offsets)
+        return QuantizedWeight(codes(bits), bits, numbers(), offsets)
 
     def looked_up(values: tuple[float, ...], group: int) -> QuantizedWeight:
         return QuantizedWeight(codes(4), 4, GroupNumbers(scales(group).float() / 3), values=values)
@@ -180,7 +196,7 @@ def _formats(outputs: int, inputs: int) -> Mapping[str, Callable[[], QuantizedWe
         "Q4_0": partial(middle, 4, 32),
         "Q4_1": partial(affine, 4, 32),
         "Q4_K": partial(levels, 4, 32, has_offsets=True),
-        "Q5_K": partial(levels, 6, 32, has_offsets=True),
+        "Q5_K": partial(levels, 5, 32, has_offsets=True),
         "Q6_K": partial(levels, 6, 16, has_offsets=False),
         "Q8_0": partial(middle, 8, 32),
         "nf4": partial(looked_up, _NF4, 64),

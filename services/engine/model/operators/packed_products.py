@@ -45,9 +45,7 @@ def sum_tiles(
     for number in tl.range(first, end, num_stages=stages):
         place = codes + (number * outputs + output).to(tl.int64)[:, None] * form.integers + inner
         own = _numbers_of(numbers, number, output, outputs, form)
-        upper = 0
-        if form.bits == 6:
-            upper = tl.load(place + 2 * form.width)
+        upper = _upper_bits(codes, number * outputs + output, form)
         part = tl.zeros((tile.outputs, tile.rows), tl.float32)
         sums = tl.zeros((tile.outputs, tile.rows), tl.float32)
         for block in tl.static_range(blocks):
@@ -98,9 +96,7 @@ def decoded_block(
     inner = tl.arange(0, form.width)
     place = codes + (number * outputs + output).to(tl.int64)[:, None] * form.integers + inner
     own = _numbers_of(numbers, number, output, outputs, form)
-    upper = 0
-    if form.bits == 6:
-        upper = tl.load(place + 2 * form.width)
+    upper = _upper_bits(codes, number * outputs + output, form)
     plane = tl.load(place + block // form.blocks_of_plane * form.width)
     scale = _scale(own, block, form)[:, None]
     if terms == 0:
@@ -131,6 +127,26 @@ def _numbers_of(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _upper_bits(codes: tl.tensor, number: tl.tensor, form: tl.constexpr) -> tl.tensor:
+    """Return integers with the upper bits of the codes of each output's tile, of its `number`.
+
+    The result is 0 if codes have 4 or 8 bits. With 5 bits, the upper bits of block b lie in bit
+    4 + b / 2 of the integers if b is even, and 16 places above that place if b is odd.
+    """
+    inner = tl.arange(0, form.width)
+    upper = 0
+    if form.bits == 6:
+        place = codes + number.to(tl.int64)[:, None] * form.integers + 2 * form.width + inner
+        upper = tl.load(place)
+    elif form.bits == 5:
+        stored = codes.to(tl.pointer_type(tl.uint16), bitcast=True)
+        place = stored + number.to(tl.int64)[:, None] * (2 * form.integers) + 4 * form.width + inner
+        bits = tl.load(place).to(tl.int32)
+        upper = ((bits << 4) | (bits << 12)) & 0x0FF00FF0
+    return upper
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _integers(
     plane: tl.tensor,
     upper: tl.tensor,
@@ -142,7 +158,7 @@ def _integers(
 ) -> tl.tensor:
     """Return a block's codes minus their zero, over `lift`, without rounding.
 
-    plane: integers of the block's plane; upper: those of the upper bits of 6. As a number of 16
+    plane: integers of the block's plane; upper: those of the upper bits. As a number of 16
     bits, a code is subnormal, or has the same distance to its neighbours: it is the code times the
     type's least number. A multiplication brings it into range.
     """
@@ -155,6 +171,8 @@ def _integers(
         shift: tl.constexpr = block // 2 * 2 - 4
         over = upper << -shift if shift < 0 else upper >> shift
         both = ((plane >> (4 * pair)) & 0x000F000F) | (over & 0x00300030)
+    elif form.bits == 5:
+        both = ((plane >> (4 * pair)) & 0x000F000F) | ((upper >> (block // 2)) & 0x00100010)
     elif is_upper:
         both = (plane >> (8 * (pair // 2))) & 0x00F000F0
     else:
@@ -187,8 +205,9 @@ def _term(both: tl.tensor, term: tl.constexpr, dtype: tl.constexpr) -> tl.tensor
 @triton.jit  # type: ignore[untyped-decorator]
 def _scale(own: tl.tensor, block: tl.constexpr, form: tl.constexpr) -> tl.tensor:
     """Return the scale of each output for a block's group, float32."""
-    scale = _number(own, block // form.blocks_of_group, form.scales)
-    if form.scales == "level":
+    group: tl.constexpr = block // form.blocks_of_group
+    scale = _number(own, group, form.scales)
+    if form.has_factors:
         scale *= _float16(tl.load(own + form.factor_word), 0)
     return scale
 
@@ -196,16 +215,32 @@ def _scale(own: tl.tensor, block: tl.constexpr, form: tl.constexpr) -> tl.tensor
 @triton.jit  # type: ignore[untyped-decorator]
 def _offset(own: tl.tensor, block: tl.constexpr, form: tl.constexpr) -> tl.tensor:
     """Return the offset of each output for a block's group, float32."""
-    offset = _number(own + form.offset_word, block // form.blocks_of_group, form.offsets)
-    if form.offsets == "level":
+    group: tl.constexpr = block // form.blocks_of_group
+    if form.offsets == "small":
+        offset = _number(own, form.groups + group, "small")
         offset *= _float16(tl.load(own + form.factor_word), 1)
+    else:
+        offset = _number(own + form.offset_word, group, form.offsets)
     return offset
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _small_level(words: tl.tensor, number: tl.constexpr) -> tl.tensor:
+    """Return a level of 6 bits of each output as float32, without its factor."""
+    word: tl.constexpr = 6 * number // 32
+    place: tl.constexpr = 6 * number % 32
+    level = tl.load(words + word).to(tl.uint32, bitcast=True) >> place
+    if place > 26:
+        level |= tl.load(words + word + 1).to(tl.uint32, bitcast=True) << (32 - place)
+    return (level & 63).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _number(words: tl.tensor, number: tl.constexpr, kind: tl.constexpr) -> tl.tensor:
     """Return a number of each output as float32; a level without its factor."""
-    if kind == "float32":
+    if kind == "small":
+        result = _small_level(words, number)
+    elif kind == "float32":
         result = tl.load(words + number).to(tl.float32, bitcast=True)
     elif kind == "float16":
         result = _float16(tl.load(words + number // 2), number % 2)

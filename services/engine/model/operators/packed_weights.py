@@ -31,14 +31,16 @@ __all__ = [
 
 TILE = 256
 """Number of inputs of a tile"""
-Kind: TypeAlias = Literal["float16", "bfloat16", "float32", "level", "exponent", "zero"]
-"""Form of stored numbers. A level is an int8 times the tile's float16 factor; an exponent n means
-2 ** (n - 127), but 0 means 0; a zero is the code that means 0, in place of an offset"""
+Kind: TypeAlias = Literal["float16", "bfloat16", "float32", "level", "small", "exponent", "zero"]
+"""Form of stored numbers. A level is an int8 times the tile's float16 factor. Small levels are
+those of scales and offsets together, from 0 to 63, in 6 bits each. An exponent n means
+2 ** (n - 127), but 0 means 0. A zero is the code that means 0, in place of an offset"""
 _DTYPES: dict[Kind, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
     "level": torch.int8,
+    "small": torch.int8,
     "exponent": torch.uint8,
     "zero": torch.uint8,
 }
@@ -53,6 +55,8 @@ _AT_ONCE = 1 << 24
 """Number of codes that are packed at a time, to bound the memory"""
 _BYTE = 8
 _MOST_ZERO = 255
+_SMALL_BITS = 6
+_FIVE_BITS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class PackedForm:
     """Form of a packed weight, equal for all weights that one kernel multiplies."""
 
     bits: int
-    """Bits of a code: 4, 6 or 8"""
+    """Bits of a code: 4, 5, 6 or 8"""
     group: int
     """Number of inputs that share a scale: a divisor or a multiple of `TILE`; 0: all inputs"""
     scales: Kind
@@ -72,7 +76,7 @@ class PackedForm:
     @property
     def width(self) -> int:
         """Number of inputs of a block, which lie in one group."""
-        return 16 if self.bits == 6 or self.group == 16 else 32
+        return 16 if self.bits in (_FIVE_BITS, 6) or self.group == 16 else 32
 
     @property
     def integers(self) -> int:
@@ -100,6 +104,11 @@ class PackedForm:
         return self.offsets is not None and self.offsets != "zero"
 
     @property
+    def has_factors(self) -> bool:
+        """True if each tile has a factor of its scales, and of small levels one of its offsets."""
+        return self.scales in ("level", "small")
+
+    @property
     def groups(self) -> int:
         """Number of scales of a tile."""
         return TILE // self.group if 0 < self.group < TILE else 1
@@ -122,12 +131,14 @@ class PackedForm:
     @property
     def factor_word(self) -> int:
         """Index of the int32 with the factors of scales and offsets, if there are any."""
+        if self.scales == "small":
+            return -(-2 * self.groups * _SMALL_BITS // 32)
         return self.offset_word + (0 if self.offsets is None else _words(self.offsets, self.groups))
 
     @property
     def words(self) -> int:
         """Number of int32 with the numbers of a tile."""
-        return self.factor_word + ("level" in (self.scales, self.offsets))
+        return self.factor_word + self.has_factors
 
     def rows(self, inputs: int) -> int:
         """Return the number of rows of numbers that a weight of so many inputs has."""
@@ -184,11 +195,12 @@ class StoredCodes:
             offsets = _on(weight.offsets, device)
             zeros = None if offsets.each.dtype != torch.float32 else _zeros(scales, offsets)
             other = _smallest(offsets, inputs) if zeros is None else _Numbers("zero", zeros, None)
+            own, other = _with_small_levels(own, other, offsets)
         values = tuple(map(float, weight.values))
         kind = None if other is None else other.kind
         return StoredCodes(
             weight,
-            PackedForm(weight.bits, group, own.kind, kind, values),
+            PackedForm(_bits(weight), group, own.kind, kind, values),
             own.each,
             own.factors,
             None if other is None else other.each,
@@ -217,10 +229,14 @@ class StoredCodes:
         """Return int32 [rows, outputs, words]: scales, offsets and factors of each tile."""
         form, (outputs, inputs) = self.form, self.shape
         rows = form.rows(inputs)
-        parts = [_in_words(self.scales, rows, form.groups)]
-        if self.offsets is not None:
-            parts.append(_in_words(self.offsets, rows, form.groups))
-        if form.words > form.factor_word:
+        if form.scales == "small":
+            assert self.offsets is not None
+            parts = [_small_levels(self.scales, self.offsets, rows)]
+        else:
+            parts = [_in_words(self.scales, rows, form.groups)]
+            if self.offsets is not None:
+                parts.append(_in_words(self.offsets, rows, form.groups))
+        if form.has_factors:
             both = [
                 torch.zeros((outputs, rows), dtype=torch.float16, device=self.scales.device)
                 if each is None
@@ -237,7 +253,11 @@ class StoredCodes:
             unpacked = codes[part].to(device)
         else:
             rows = codes.rows[part] if codes.order is None else codes.rows[codes.order[part]]
-            unpacked = replace(codes, rows=rows.to(device), order=None).decode()
+            # A code of 5 bits without its lift has the middle of 5 bits in place of that of 6.
+            layout = codes.layout
+            if self.form.bits == _FIVE_BITS:
+                layout = replace(layout, lift=0)
+            unpacked = replace(codes, rows=rows.to(device), order=None, layout=layout).decode()
         return _in_blocks(unpacked, self.form)
 
 
@@ -377,6 +397,30 @@ def _smallest(numbers: GroupNumbers, inputs: int) -> _Numbers:
     return _Numbers("float32", floats, None)
 
 
+def _with_small_levels(
+    own: _Numbers, other: _Numbers, offsets: GroupNumbers
+) -> tuple[_Numbers, _Numbers]:
+    """Return scales and offsets as small levels if both are levels and fit, else with floats."""
+    if other.kind != "level":
+        return own, other
+    both = own.each, other.each
+    if own.kind == "level" and all(map(_are_small, both)):
+        return own._replace(kind="small"), other._replace(kind="small")
+    return own, _Numbers("float32", offsets.float(), None)
+
+
+def _are_small(levels: Tensor) -> bool:
+    return int(levels.min()) >= 0 and int(levels.max()) < 1 << _SMALL_BITS
+
+
+def _bits(weight: QuantizedWeight) -> int:
+    """Return the bits of a code: 5 if the file stores so many."""
+    codes = weight.codes
+    if isinstance(codes, Tensor) or sum(p.bits for p in codes.layout.planes) != _FIVE_BITS:
+        return weight.bits
+    return _FIVE_BITS
+
+
 def _zeros(scales: GroupNumbers, offsets: GroupNumbers) -> Tensor | None:
     """Return the codes that mean 0, uint8; None if the offsets are no multiples of the scales."""
     each, others = scales.float(), offsets.float()
@@ -397,6 +441,21 @@ def _in_words(numbers: Tensor, rows: int, groups: int) -> Tensor:
     return pad(stored, (0, -stored.shape[2] % _WORD)).view(torch.int32)
 
 
+def _small_levels(scales: Tensor, offsets: Tensor, rows: int) -> Tensor:
+    """Return int32 [outputs, rows, words]: 6 bits of each scale, then of each offset of a tile."""
+    outputs = len(scales)
+    both = [each.view(outputs, rows, -1).to(torch.int32) for each in (scales, offsets)]
+    levels = torch.cat(both, dim=2).unbind(2)
+    words = torch.zeros((outputs, rows, -(-len(levels) * _SMALL_BITS // 32)), dtype=torch.int32)
+    words = words.to(scales.device)
+    for number, level in enumerate(levels):
+        word, place = divmod(number * _SMALL_BITS, 32)
+        words[..., word] |= level << place
+        if place + _SMALL_BITS > 32:
+            words[..., word + 1] |= level >> (32 - place)
+    return words
+
+
 def _repeated(factors: Tensor, rows: int) -> Tensor:
     """Return a factor for each tile: [outputs, rows]."""
     return factors.repeat_interleave(rows // factors.shape[1], dim=1)
@@ -410,7 +469,9 @@ def _in_blocks(codes: Tensor, form: PackedForm) -> Tensor:
         planes = [_plane(whole, 4, range(0, 32, 8))]
     else:
         planes = [_plane(whole & 15, 8, range(0, 32, 4))]
-        if form.bits > 4:
+        if form.bits == _FIVE_BITS:
+            planes.append(_half_plane(whole >> 4))
+        elif form.bits > 4:
             planes.append(_plane(whole >> 4, 16, range(0, 32, 2)))
     return torch.cat(planes, dim=2).transpose(0, 1)
 
@@ -426,3 +487,15 @@ def _plane(codes: Tensor, blocks: int, places: range) -> Tensor:
     parts = codes.view(outputs, tiles, -1, blocks, width).to(torch.int32)
     joined = (parts << order.to(torch.int32)[:, None]).sum(dim=3, dtype=torch.int32)
     return joined.view(outputs, tiles, -1)
+
+
+def _half_plane(bits: Tensor) -> Tensor:
+    """Join a bit of each code [outputs, tiles, 16, width] to int32 [outputs, tiles, width / 2].
+
+    16 bits hold the bits of an input of each block: those of even blocks in the lower byte.
+    """
+    outputs, tiles, blocks, width = bits.shape
+    halves = bits.view(outputs, tiles, blocks // 2, 2, width)
+    places = torch.arange(_BYTE, dtype=torch.uint8, device=bits.device)[:, None, None]
+    bytes_ = (halves << places).sum(dim=2, dtype=torch.uint8)
+    return bytes_.transpose(2, 3).flatten(2).view(torch.int32)

@@ -25,7 +25,8 @@ ALIGNED = (
     *("inputs", "outputs", "stored_outputs", "code_stride", "number_stride"),
 )
 GPTQ = PackedForm(4, 128, "float16", "zero")
-Q4_K = PackedForm(4, 32, "level", "level")
+Q4_K = PackedForm(4, 32, "small", "small")
+Q5_K = PackedForm(5, 32, "small", "small")
 Q6_K = PackedForm(6, 16, "level", None)
 Q8_0 = PackedForm(8, 32, "float16", None)
 NF4 = PackedForm(4, 64, "float32", None, tuple(number / 7 for number in range(-8, 8)))
@@ -42,13 +43,13 @@ def compile_all(capability: int) -> Iterator[Compiled]:
         tiles += packed_kernels._LARGE_TILES
     for tile in tiles:
         yield _product(GPTQ, tile, capability)
-    for form in (Q4_K, Q6_K, Q8_0):
+    for form in (Q4_K, Q5_K, Q6_K, Q8_0):
         for tile in (few, tiles[-1]):
             yield _product(form, tile, capability)
     for tile in packed_kernels._VALUE_TILES:
         yield _product(NF4, tile, capability)
     yield _product(Q4_K, most, capability, dtype="fp16", adds=True, whole=False)
-    for form in (GPTQ, Q4_K, Q6_K, NF4):
+    for form in (GPTQ, Q5_K, Q6_K, NF4):
         yield _decoding(form, capability)
     of_experts = list(packed_kernels._EXPERT_TILES)
     if capability == HOPPER:
