@@ -16,6 +16,9 @@ from services.engine.model.operators.packed_weights import TILE, PackedWeight, S
 
 __all__ = ["PackedExperts"]
 
+_ORDERED_COLUMNS = 128
+"""Columns of a block of rows that a program orders"""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
@@ -25,6 +28,8 @@ class PackedExperts:
     """A stack of the experts' weights, each with the outputs of all products"""
     bias: Tensor | None
     """[experts, outputs of all products]"""
+    columns: Tensor | None
+    """int32 [experts, inputs], the input of each column of codes; None = in order"""
 
     @staticmethod
     def of(
@@ -33,7 +38,7 @@ class PackedExperts:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "PackedExperts":
-        """Pack the products of each expert, all of one form.
+        """Pack the products of each expert, all of one form. An expert's have one order of inputs.
 
         biases: of all products of each expert; dtype: that of activations.
         """
@@ -42,7 +47,7 @@ class PackedExperts:
             stack.part(number).put(products)
         held = [bias for bias in biases if bias is not None]
         bias = torch.stack(held).to(device, dtype) if held else None
-        return PackedExperts(stack, bias)
+        return PackedExperts(stack, bias, _columns(weights, device))
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +67,8 @@ class PackedExperts:
         out: Tensor,
     ) -> None:
         """Write each choice's product with its expert to `out`, as `multiply_experts` does."""
+        if self.columns is not None:
+            rows, per_row = self._ordered(rows, blocks, per_row), 1
         weight, outputs = self.weight, out.shape[1]
         every = expert_tiles(weight.form, rows.device)
         tile = next(tile for tile in every if tile.rows == blocks.tile.rows)
@@ -93,6 +100,65 @@ class PackedExperts:
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
+
+    def _ordered(self, rows: Tensor, blocks: Blocks, per_row: int) -> Tensor:
+        """Return each choice's row, its inputs in the order of its expert's columns."""
+        inputs = rows.shape[1]
+        out = rows.new_empty((blocks.choices, inputs))
+        _order_inputs[(blocks.limit, triton.cdiv(inputs, _ORDERED_COLUMNS))](
+            out,
+            rows,
+            self.columns,
+            blocks.order,
+            blocks.experts,
+            blocks.count,
+            blocks.choices,
+            inputs,
+            per_row=per_row,
+            tile_rows=blocks.tile.rows,
+            tile_columns=_ORDERED_COLUMNS,
+        )
+        return out
+
+
+def _columns(weights: Sequence[Sequence[StoredCodes]], device: torch.device) -> Tensor | None:
+    """Return the inputs of the columns of each expert; None if all are in order."""
+    orders = [products[0].weight.order for products in weights]
+    if all(order is None for order in orders):
+        return None
+    whole = torch.arange(weights[0][0].shape[1])
+    columns = [whole if order is None else order.argsort() for order in orders]
+    return torch.stack(columns).to(device, torch.int32)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["order", "block_experts", "block_count", "choices"]
+)
+def _order_inputs(
+    out: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    order: tl.tensor,
+    block_experts: tl.tensor,
+    block_count: tl.tensor,
+    choices: tl.tensor,
+    inputs: tl.tensor,
+    per_row: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+) -> None:
+    """Copy some columns of a block of rows, each from the input that its expert's codes state."""
+    block = tl.program_id(0)
+    if block < tl.load(block_count):
+        choice = tl.load(order + block * tile_rows + tl.arange(0, tile_rows))
+        column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
+        is_column = column < inputs
+        expert = tl.load(block_experts + block).to(tl.int64)
+        source = tl.load(columns + expert * inputs + column, mask=is_column, other=0)
+        is_cell = (choice < choices)[:, None] & is_column[None, :]
+        places = rows + (choice // per_row).to(tl.int64)[:, None] * inputs + source[None, :]
+        targets = out + choice.to(tl.int64)[:, None] * inputs + column[None, :]
+        tl.store(targets, tl.load(places, mask=is_cell, other=0.0), mask=is_cell)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]

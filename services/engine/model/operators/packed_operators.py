@@ -25,6 +25,7 @@ from services.engine.model.operators.packed_weights import (
     PackedWeight,
     StoredCodes,
     alike_runs,
+    have_one_order,
     in_one_form,
 )
 from services.engine.model.operators.torch_operators import join_biases
@@ -166,8 +167,9 @@ class PackedOperators(TritonOperators):
         stored = [self._stored(weight) for each in weights for weight in each]
         packed = [each for each in stored if each is not None]
         alike = in_one_form(packed) if len(packed) == len(stored) else None
-        if alike is not None:
-            parts = [alike[n : n + products] for n in range(0, len(alike), products)]
+        every = alike or ()
+        parts = [every[n : n + products] for n in range(0, len(every), products)]
+        if parts and all(have_one_order(each[0], each[-1]) for each in parts):
             whole = [join_biases(*both) for both in biases]
             return PackedExperts.of(parts, whole, self._dtype, self._device)
         for weight in weights[0]:
@@ -181,7 +183,7 @@ class PackedOperators(TritonOperators):
         return decoded
 
     def _stored(self, weight: Weight) -> StoredCodes | None:
-        if not isinstance(weight, QuantizedWeight) or weight.order is not None:
+        if not isinstance(weight, QuantizedWeight):
             return None
         return StoredCodes.of(weight, self._device)
 

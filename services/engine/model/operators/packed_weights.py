@@ -26,6 +26,7 @@ __all__ = [
     "PackedWeight",
     "StoredCodes",
     "alike_runs",
+    "have_one_order",
     "in_one_form",
 ]
 
@@ -333,7 +334,7 @@ def alike_runs(weights: Iterable[StoredCodes]) -> Iterator[Sequence[StoredCodes]
     run: Sequence[StoredCodes] = []
     for weight in weights:
         joined = in_one_form([*run, weight])
-        if joined is None or (run and not _have_one_order(run[0], weight)):
+        if joined is None or (run and not have_one_order(run[0], weight)):
             yield run
             joined = [weight]
         run = joined
@@ -361,7 +362,8 @@ def _common(kinds: set[Kind]) -> Kind | None:
     return "float32" if kinds <= _FLOATS else None
 
 
-def _have_one_order(one: StoredCodes, other: StoredCodes) -> bool:
+def have_one_order(one: StoredCodes, other: StoredCodes) -> bool:
+    """Return whether two weights read their inputs in the same order."""
     orders = one.weight.order, other.weight.order
     return orders[0] is orders[1] or (
         orders[0] is not None and orders[1] is not None and torch.equal(orders[0], orders[1])

@@ -59,6 +59,7 @@ def compile_all(capability: int) -> Iterator[Compiled]:
     for form, products in ((GPTQ, GATE), (Q6_K, DOWN)):
         yield _experts(form, products, of_experts[-1], capability)
     yield _experts(NF4, GATE, packed_kernels._VALUE_TILES[-1], capability)
+    yield _ordering(of_experts[-1].rows, capability)
     yield from _bytes(capability)
 
 
@@ -118,6 +119,15 @@ def _decoding(form: PackedForm, capability: int) -> Compiled:
     constants = _of_form(form) | {"tile_outputs": packed_kernels._DECODED_OUTPUTS}
     kernel = packed_kernels._decode_packed
     compiled = compile_kernel(kernel, capability, TYPES, constants, ALIGNED)
+    compiled.check()
+    return compiled
+
+
+def _ordering(rows: int, capability: int) -> Compiled:
+    types = TYPES | {"columns": "*i32"}
+    constants = {"per_row": 4, "tile_rows": rows, "tile_columns": packed_experts._ORDERED_COLUMNS}
+    kernel = packed_experts._order_inputs
+    compiled = compile_kernel(kernel, capability, types, constants, (*ALIGNED, "columns"))
     compiled.check()
     return compiled
 

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from services.engine.model import loader
 from services.engine.model.adapters.peft_files import PeftAdapter
 from services.engine.model.architecture.activation import SWIGLU
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight
+from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight, Weight
 from services.engine.model.decoder import Decoder
 from services.engine.model.operators.interface import ExpertWeights, Mixture, Operators
 from services.engine.model.operators.torch_operators import TorchOperators
@@ -204,17 +205,56 @@ def test_experts_stay_packed(rows: int, biased: bool) -> None:
     assert mixture.weight_bytes < loop.weight_bytes
 
 
+def in_order(weight: Weight | None, order: Tensor) -> QuantizedWeight:
+    assert isinstance(weight, QuantizedWeight)
+    return replace(weight, order=order)
+
+
+@interpreted
+@pytest.mark.parametrize("shared", [True, False])
+def test_experts_read_their_inputs_in_orders_of_their_own(
+    shared: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gate and up of an expert share an order; otherwise they are decoded with a word."""
+
+    def ordered() -> Iterator[ExpertWeights]:
+        source = torch.Generator().manual_seed(5)
+        for number, each in enumerate(experts(biased=True)):
+            wide, narrow = (torch.randperm(n, generator=source) for n in (64, 40))
+            if number:
+                own = wide if shared else wide.flip(0)
+                each = replace(
+                    each,
+                    gate=in_order(each.gate, wide),
+                    up=in_order(each.up, own),
+                    down=in_order(each.down, narrow),
+                )
+            yield each
+
+    with caplog.at_level(logging.WARNING):
+        mixture = operators.PackedOperators(FLOAT32, CPU).mixture(ordered(), 4, 2, SWIGLU)
+    assert ("decoding" in caplog.text) != shared
+    loop = TorchOperators(FLOAT32, CPU).mixture(ordered(), 4, 2, SWIGLU)
+    source = torch.Generator().manual_seed(1)
+    inputs, factors = (torch.rand(9, n, generator=source) for n in (64, 2))
+    chosen = torch.rand(9, 4, generator=source).argsort(dim=1)[:, :2].contiguous()
+    out, expected = torch.zeros(9, 64), torch.zeros(9, 64)
+    mixture.add_to(inputs, chosen, factors, out)
+    loop.add_to(inputs, chosen, factors, expected)
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
+
+
 @interpreted
 @pytest.mark.parametrize("name", ["gptq", "gptq, act-order"])
 def test_experts_of_a_checkpoint(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Experts whose inputs have an order of their own are decoded, and a warning says so."""
+    """Experts whose inputs have an order of their own stay packed, too."""
     model = make_checkpoint(tmp_path, MOE)
     quantize(tmp_path, model, FORMATS[name])
     with caplog.at_level(logging.WARNING):
         decoder = load(tmp_path)
-    assert ("in an order of their own" in caplog.text) == (name != "gptq")
+    assert "decoding" not in caplog.text
     tokens = random_tokens(TOKENS, 1)
     expected = reference_logits(model, tokens)
     torch.testing.assert_close(logits_of(decoder, tokens), expected, atol=1e-3, rtol=0)
