@@ -64,6 +64,8 @@ class StepFields(Generic[T]):
     """int32 [runs]"""
     adapters: T
     """int32 [tokens], as in `StepBatch`; filled in only if a graph adds what adapters add"""
+    image_rows: T
+    """int32 [tokens], as in `StagedImages`; filled in only if a graph reads them"""
     block_tables: T
     """int32 [sequences, groups, `table_width`], filled in already; entries past a sequence's blocks
     are arbitrary"""
@@ -304,6 +306,7 @@ def _int_fields(shape: _Shape) -> _Sizes:
         "run_sources": (runs,),
         "run_targets": (runs,),
         "adapters": (shape.tokens,),
+        "image_rows": (shape.tokens,),
     }
 
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["ImageRows", "OutputRows", "PaddedStep", "SharedPrefixes", "StateSegments", "StepBatch"]
+__all__ = [
+    "ImageRows",
+    "OutputRows",
+    "PaddedStep",
+    "SharedPrefixes",
+    "StagedImages",
+    "StateSegments",
+    "StepBatch",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +26,25 @@ class ImageRows:
     embeddings: Tensor
     """[layers, rows, hidden_size]: the first layer replaces the tokens' embeddings, the others are
     added to the hidden states behind the first decoder layers"""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedImages:
+    """Rows of images in a padded step, which are data of a CUDA graph and not its shape."""
+
+    rows: Tensor
+    """int32 [tokens], the row of `embeddings` of each token; -1 = it is no part of an image"""
+    embeddings: Tensor
+    """[layers, at least the rows in use, hidden_size], as in `ImageRows`"""
+
+    @property
+    def are_images(self) -> Tensor:
+        """Bool [tokens], true for the tokens of images."""
+        return self.rows >= 0
+
+    def embeddings_of(self, layer: int) -> Tensor:
+        """Return [tokens, hidden_size], arbitrary rows where a token is no part of an image."""
+        return self.embeddings[layer].index_select(0, self.rows.clamp(min=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +152,8 @@ class StepBatch:
     output_rows: OutputRows | None = None
     """Rows whose hidden states are returned; None = all"""
     images: tuple[ImageRows, ...] = ()
+    staged_images: StagedImages | None = None
+    """Images of a padded step, in place of `images`; None = no graph reads them"""
     rotary_positions: Tensor | None = None
     """int64 [3, tokens], time, row and column of each token in multimodal RoPE; None = all three
     are `positions`"""

@@ -133,7 +133,8 @@ class BatchBuilder:
             fields.counts[:] = len(decodes), len(counts)
         if stages_adapters:
             _fill_adapters(fields, plan)
-        images = self._images_of(plan, fields)
+        stages_images = size is not None and self.images.are_staged
+        images = self._images_of(plan, fields, stages_images=stages_images)
         staged = staging.send()
         if drawn is not None:
             known = torch.cat((drawn.ids, staged.token_ids))
@@ -160,6 +161,7 @@ class BatchBuilder:
             output_rows=output_rows,
             states=_segments(staged, runs) if runs else None,
             images=images.rows,
+            staged_images=self.images.staged(staged.image_rows) if stages_images else None,
             attended_host=_attended(plan, ends),
             token_types=self._token_types(plan, counts),
             rotary_positions=staged.rotary_positions
@@ -189,17 +191,20 @@ class BatchBuilder:
         self.oversized_steps += 1
         return self._larger_staging
 
-    def _images_of(self, plan: StepPlan, fields: HostFields) -> ImageFields:
+    def _images_of(self, plan: StepPlan, fields: HostFields, *, stages_images: bool) -> ImageFields:
         """Return what images add to a step, and fill in its rotary positions if they are staged."""
         affect = self.images.affect(plan)
         if self._stages_positions:
             fields.rotary_positions[:] = fields.positions
             if affect:
                 self.images.fill_positions(plan, fields, fields.rotary_positions)
+        if stages_images:
+            self.images.stage(plan, fields)
         if not affect:
             return NO_IMAGES
         has_positions = self.images.has_grid and not self._stages_positions
-        return self.images.of(plan, fields, has_positions=has_positions)
+        has_rows = not stages_images
+        return self.images.of(plan, fields, has_positions=has_positions, has_rows=has_rows)
 
     def _token_types(self, plan: StepPlan, counts: list[int]) -> Tensor | None:
         """Return the type of each token, 1 in the second text of a pair; None without pairs."""

@@ -76,6 +76,8 @@ class ModelRunner:
                 self.mixed_sizes = mixed_sizes(tokens, most_rows, graph_capacity.blocks)
             widest = max([graph_capacity.blocks, *(size.width for size in self.mixed_sizes)])
             self._batches.reserve(tokens, most_rows, widest)
+            if self.mixed_sizes:
+                self._batches.images.reserve(self.mixed_sizes[0].tokens)
             decoder.reserve(tokens, rows)
             self._graphs = StepGraphs(decoder, cache)
             if graph_capacity.adapters and decoder.adapters is not None:
@@ -106,7 +108,8 @@ class ModelRunner:
     def _padded(self, plan: StepPlan, drawn: DeviceTokens | None) -> StepBatch | None:
         """Return the batch of a padded step; None if no graph can run the step."""
         numbers = adapters_of(plan)
-        if self._batches.images.fill(plan) or not self._graphs_hold(numbers):
+        images = self._batches.images
+        if (images.fill(plan) and not images.are_staged) or not self._graphs_hold(numbers):
             return None
         size, padding = None, 0
         if plan.chunks:

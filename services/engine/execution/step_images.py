@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.staging import HostFields
-from services.engine.batch.step_batch import ImageRows
+from services.engine.batch.step_batch import ImageRows, StagedImages
 from services.engine.batch.transfer import to_device
 from services.engine.checked_request import PlacedImage
 from services.engine.model.architecture.cache_groups import layer_groups
@@ -65,8 +65,42 @@ class StepImages:
         )
         """True for each cache group in which an image's token sees the later tokens of this
         image"""
+        self._layers = spec.family.image_layers
         self._dtype = dtype
         self._device = device
+        self._staged: Tensor | None = None
+        """[layers, rows, hidden_size], the embeddings of the images of a step that a graph runs"""
+
+    def reserve(self, tokens: int) -> None:
+        """Reserve memory for the images of padded steps of up to so many tokens.
+
+        Graphs don't hold what tokens see ahead, so models with such images get no memory.
+        """
+        if self._layers and not any(self.groups_ahead):
+            shape = (self._layers, tokens, self._hidden_size)
+            self._staged = torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+    @property
+    def are_staged(self) -> bool:
+        """True if padded steps with chunks hold images."""
+        return self._staged is not None
+
+    def stage(self, plan: StepPlan, fields: HostFields) -> None:
+        """Write the images of a padded step to the reserved memory, and the rows of its tokens."""
+        assert self._staged is not None
+        fields.image_rows[:] = -1
+        end = 0
+        for part in _parts(plan, fields):
+            for run in part.images.runs(part.start, part.end):
+                start, end = end, end + len(run.indices)
+                last = run.first + len(run.indices)
+                embeddings = self._embeddings(run.image)[:, run.first : last]
+                self._staged[:, start:end] = to_device(embeddings, self._device)
+                fields.image_rows[run.indices - part.start + part.row] = np.arange(start, end)
+
+    def staged(self, rows: Tensor) -> StagedImages | None:
+        """Return the images that `stage` has written. rows: the tokens' rows, on the device."""
+        return None if self._staged is None else StagedImages(rows, self._staged)
 
     def fill(self, plan: StepPlan) -> bool:
         """Return whether a chunk of the step has tokens of images."""
@@ -82,14 +116,17 @@ class StepImages:
             self.has_grid and any(sequence.images is not None for sequence in plan.decodes)
         ) or any(chunk.sequence.images is not None for chunk in plan.chunks)
 
-    def of(self, plan: StepPlan, fields: HostFields, *, has_positions: bool) -> ImageFields:
+    def of(
+        self, plan: StepPlan, fields: HostFields, *, has_positions: bool, has_rows: bool
+    ) -> ImageFields:
         """Return the fields that images add to a step whose other fields are filled in.
 
-        has_positions: whether its rotary positions are among them.
+        has_positions: whether its rotary positions are among them; has_rows: whether the rows of
+        images are.
         """
         parts = list(_parts(plan, fields))
         return ImageFields(
-            rows=tuple(each for part in parts for each in self._rows(part)),
+            rows=tuple(each for part in parts for each in self._rows(part)) if has_rows else (),
             rotary_positions=self._rotary_positions(parts, fields) if has_positions else None,
             visible_ends=self._visible_ends(parts, fields) if any(self.groups_ahead) else None,
         )

@@ -13,6 +13,7 @@ from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.embedding import Embedding
+from services.engine.model.image_inputs import add_images, changes_layers
 from services.engine.model.layer_inputs import LayerInputs
 from services.engine.model.layer_stack import Activations, LayerStack, StackWeights
 from services.engine.model.operators.interface import Operators, Projection
@@ -160,7 +161,7 @@ class Decoder(LayerStack):
             return kept.hidden
         begin()
         # A recording lacks what images add between the layers, and holds the reserved buffers.
-        adds_images = any(len(image.embeddings) > 1 for image in batch.images)
+        adds_images = changes_layers(batch)
         has_own_buffers = self._exceeds_reserve(len(batch.token_ids))
         if self._recording is None or adds_images or has_own_buffers:
             layers()
@@ -218,9 +219,7 @@ class Decoder(LayerStack):
             mixer, scratch = self._mixing(index, buffers)
             mixer.mix(batch, cache, scratch)
             self._after_mixing(index, buffers)
-            for image in batch.images:
-                if index + 1 < len(image.embeddings):
-                    buffers.hidden.index_add_(0, image.indices, image.embeddings[index + 1])
+            add_images(batch, index + 1, buffers.hidden)
         self._tap(last, buffers)
         self._project(last, buffers)
         mixer, scratch = self._mixing(last, buffers)

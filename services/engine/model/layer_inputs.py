@@ -8,6 +8,7 @@ from torch.nn.functional import rms_norm
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.embedding import Embedding
+from services.engine.model.image_inputs import ids_without_images
 from services.engine.model.operators.composed_projections import OutputNorm
 from services.engine.model.operators.interface import Gate, Operators, Projection
 
@@ -86,11 +87,9 @@ class LayerInputs:
         ids = batch.token_ids
         if self.num_ids:
             ids = ids.where(ids < self.num_ids, 0)
-        if batch.images and self.pad_token_id is not None:
-            ids = ids.clone()
-            for image in batch.images:
-                ids[image.indices] = self.pad_token_id
-        return ids
+        if self.pad_token_id is None:
+            return ids
+        return ids_without_images(batch, ids, self.pad_token_id)
 
 
 @dataclass(frozen=True, slots=True)

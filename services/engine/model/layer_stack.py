@@ -13,6 +13,7 @@ from services.engine.kernels.memory import touch
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend
 from services.engine.model.embedding import Embedding
+from services.engine.model.image_inputs import embed_images
 from services.engine.model.layer_inputs import InputRows, LayerRows
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
@@ -222,8 +223,7 @@ class LayerStack(Model):
         self._weights.embedding.read(batch.token_ids, hidden)
         if self.spec.embedding_scale != 1:
             hidden *= self.spec.embedding_scale
-        for image in batch.images:
-            hidden[image.indices] = image.embeddings[0]
+        embed_images(batch, hidden)
         if self._weights.positions is not None:
             hidden += self._weights.positions[batch.positions + self.spec.position_offset]
 

@@ -435,6 +435,9 @@ class Family:
     logits"""
     multimodal_axes: MultimodalAxes = MultimodalAxes.NONE
     image_sight: ImageSight = ImageSight.NONE
+    image_layers: int = 0
+    """Number of layers whose inputs images change: 1 for the embeddings alone; 0: the model reads
+    no images"""
     refused: tuple[str, ...] = ()
     """Keys that must be absent, null or false"""
     required: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Vision-language architectures: a decoder of FAMILIES beside a vision tower."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.engine.model.checkpoint.attention_names import BlockIndexNames
@@ -132,6 +132,7 @@ class VisionLanguage:
             multimodal_axes=self.axes,
             has_modal_tokens=self.has_modal_tokens,
             image_sight=self._sight(config),
+            image_layers=1 + len(_deepstack(config)) if self.vision else 0,
         )
 
     def _check_images(self, config: Config) -> None:
@@ -141,7 +142,7 @@ class VisionLanguage:
             raise CheckpointError(
                 f"{config.file}: mm_tokens_per_image must be at most {_SECTION}'s sliding_window."
             )
-        deepstack = config.section("vision_config").ids("deepstack_visual_indexes")
+        deepstack = _deepstack(config)
         if deepstack and len(deepstack) >= text.positive("num_hidden_layers", 32):
             raise CheckpointError(
                 f"{config.file}: vision_config's deepstack_visual_indexes has {len(deepstack)} "
@@ -166,6 +167,11 @@ class VisionLanguage:
             )
         architecture, defaults = _DECODERS[kind]
         return FAMILIES[architecture], defaults
+
+
+def _deepstack(config: Config) -> Sequence[int]:
+    """Return the layers of the vision tower whose outputs decoder layers add."""
+    return config.section("vision_config").ids("deepstack_visual_indexes")
 
 
 _LLAVA = VisionLanguage(

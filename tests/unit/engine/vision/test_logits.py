@@ -24,6 +24,7 @@ from services.engine.execution.step_graphs import StepGraphs
 from services.engine.frontend.image_client import ClientImage
 from services.engine.frontend.image_placement import place_images
 from services.engine.messages import Output, RequestDone, Score, ScoredPrompt, Token
+from services.engine.model.loader import load_spec
 from services.engine.settings import EngineSettings
 from services.engine.vision.encoder import ImageEncoder
 from services.engine.vision.encoder_process import encoded
@@ -144,13 +145,14 @@ def test_chunks_and_neighbors_change_nothing(
 ) -> None:
     """Long prompts are computed over several steps, beside other requests with other images.
 
-    padded: pad steps as on a GPU, where those with image tokens alone run as they are.
+    padded: pad steps as on a GPU, where those with image tokens run as they are only if images see
+    ahead.
     """
     padded_steps: list[StepBatch] = []
     run_graph = StepGraphs.run
 
     def note_run(graphs: StepGraphs, batch: StepBatch) -> Tensor:
-        assert not batch.images, "graphs hold no images"
+        assert not batch.images, "graphs hold images in memory that is reserved"
         padded_steps.append(batch)
         return run_graph(graphs, batch)
 
@@ -175,6 +177,15 @@ def test_chunks_and_neighbors_change_nothing(
     for (files, ids, _), answer in zip(prompts, answers, strict=True):
         compare_output(models, ids, answer, files)
     assert any(batch.is_decode for batch in padded_steps) == padded, "images stay in the graphs"
+    if padded:
+        has_images = any(_has_images(batch) for batch in padded_steps)
+        sees_ahead = load_spec(tmp_path).images_see_ahead
+        assert has_images != sees_ahead, "prompts with images run as graphs"
+
+
+def _has_images(batch: StepBatch) -> bool:
+    staged = batch.staged_images
+    return staged is not None and bool(staged.are_images.any())
 
 
 def generate(
