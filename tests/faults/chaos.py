@@ -50,11 +50,16 @@ class Report:
     leaks: list[str] = field(default_factory=list)
 
 
-async def chaos(model: Path, logs: Path, *, faults: int, seed: int, streams: int) -> Report:
-    """Inflict this many faults while this many streams run; return what the clients saw."""
+async def chaos(
+    model: Path, logs: Path, *, faults: int, seed: int, streams: int, count: int = _REQUESTS
+) -> Report:
+    """Inflict this many faults while this many streams run; return what the clients saw.
+
+    count: number of different requests, which the streams repeat.
+    """
     report = Report(seed)
     chance = random.Random(seed)
-    wanted = requests(_REQUESTS, _TOKENS, seed)
+    wanted = requests(count, _TOKENS, seed)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with (
         running_fleet(model, logs) as fleet,

@@ -26,7 +26,6 @@ __all__ = ["Restart", "roll"]
 
 _TOKENS = 150
 _STREAM_SECONDS = 180.0
-_CALM_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -57,10 +56,12 @@ async def roll(
     times: int = 1,
     seed: int = 1,
     wanted: int = 40,
+    calm: float = 5.0,
 ) -> list[Restart]:
     """Restart each service by SIGTERM while this many streams run; return what clients saw.
 
-    wanted: different requests, which the streams repeat.
+    wanted: number of different requests, which the streams repeat. calm: seconds of streams before
+    the first restart.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with (
@@ -71,7 +72,7 @@ async def roll(
         await clients.prepare()
         restarts = [Restart("none")]
         async with clients.running(streams, restarts[0]):
-            await asyncio.sleep(_CALM_SECONDS)
+            await asyncio.sleep(calm)
         for node in [*fleet.nodes] * times:
             restart = next((each for each in restarts if each.name == node.name), None)
             if restart is None:
