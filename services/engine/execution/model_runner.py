@@ -84,15 +84,19 @@ class ModelRunner:
                 self._graphs_adapters = decoder.adapters.are_capturable and decoder.runs_alone
                 decoder.adapters.reserve(graph_capacity.adapters)
 
-    def forward(self, plan: StepPlan, drawn: DeviceTokens | None = None) -> Tensor:
+    def forward(
+        self, plan: StepPlan, drawn: DeviceTokens | None = None, *, taps: bool = True
+    ) -> Tensor:
         """Compute the plan. Return hidden states [rows, hidden], valid until the next call.
 
         Rows are in the order of the plan: one per decode, `num_outputs` per chunk; there may be
-        more behind them. drawn: the newest tokens of the sequences that have one in flight.
+        more behind them. drawn: the newest tokens of the sequences that have one in flight. taps:
+        whether `tapped` will be read; graphs and several ranks copy in any case.
         """
         batch = None if self._graphs is None else self._padded(plan, drawn)
         if self._graphs is None or batch is None:
             self._unpadded_steps += self._graphs is not None
+            self._decoder.taps_paused = not taps and self._decoder.runs_alone
             return self._decoder.forward(self._batches.build(plan, drawn), self._cache)
         return self._graphs.run(batch)
 

@@ -243,8 +243,9 @@ class StepLoop:
     ) -> tuple[Tensor, list[Draw]]:
         """Compute a plan. Returns its hidden states, and the draws from them."""
         wanted = self._drafts.wants_states(plan)
-        hidden = self._runner.forward(plan, drawn)
-        if wanted is None or wanted:
+        keeps = wanted is None or bool(wanted)
+        hidden = self._runner.forward(plan, drawn, taps=keeps)
+        if keeps:
             self._drafts.keep_states(plan, self._runner.tapped(plan), wanted)
         self._steps += 1
         self._sampler.score_prompts(plan, hidden)

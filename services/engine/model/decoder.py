@@ -17,6 +17,7 @@ from services.engine.model.image_inputs import add_images, changes_layers
 from services.engine.model.layer_inputs import LayerInputs
 from services.engine.model.layer_stack import Activations, LayerStack, StackWeights
 from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.operators.recording import Recording
 from services.engine.model.parts.feed_forward import TokenIds
 
 __all__ = ["Decoder", "DecoderWeights"]
@@ -53,6 +54,8 @@ class Decoder(LayerStack):
         super().__init__(spec, dtype, weights, operators, attention)
         self._logits = torch.empty((0, spec.vocab_size), device=self.device)
         self._recording = operators.recording(only_decodes=bool(spec.latent_layers))
+        self._tapped_recording: Recording | None = None
+        """Recording of passes that copy residuals"""
 
     @property
     def is_capturable(self) -> bool:
@@ -69,6 +72,9 @@ class Decoder(LayerStack):
     def tap(self, depths: Sequence[int]) -> None:
         assert self.can_tap
         self._taps = tuple(depths)
+        if self._recording is not None:
+            only_decodes = bool(self.spec.latent_layers)
+            self._tapped_recording = self._operators.recording(only_decodes=only_decodes)
         self._grow(len(self._activations.hidden))
 
     def tapped(self, tokens: int) -> Sequence[Tensor]:
@@ -144,7 +150,7 @@ class Decoder(LayerStack):
     @torch.inference_mode()
     def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
         outputs = batch.output_rows
-        if outputs is None or self.spec.num_layers not in self._taps:
+        if outputs is None or self.taps_paused or self.spec.num_layers not in self._taps:
             return self._compute_rows(batch, cache)
         hidden = self._compute_rows(batch.with_all_rows, cache)
         self._operators.keep(hidden, outputs.indices)
@@ -163,10 +169,12 @@ class Decoder(LayerStack):
         # A recording lacks what images add between the layers, and holds the reserved buffers.
         adds_images = changes_layers(batch)
         has_own_buffers = self._exceeds_reserve(len(batch.token_ids))
-        if self._recording is None or adds_images or has_own_buffers:
+        copies = self._tapped_recording is not None and not self.taps_paused
+        recording = self._tapped_recording if copies else self._recording
+        if recording is None or adds_images or has_own_buffers:
             layers()
         else:
-            self._recording.run(batch, cache, layers)
+            recording.run(batch, cache, layers)
         return kept.hidden
 
     @torch.inference_mode()
@@ -232,6 +240,8 @@ class Decoder(LayerStack):
 
     def _tap(self, depth: int, buffers: Activations) -> None:
         """Copy the residual if it is tapped behind this number of layers."""
+        if self.taps_paused:
+            return
         for tapped, copy in zip(self._taps, buffers.tapped, strict=True):
             if tapped == depth:
                 self._operators.clear(copy)
@@ -298,8 +308,9 @@ class Decoder(LayerStack):
 
     def _grow(self, tokens: int) -> None:
         super()._grow(tokens)
-        if self._recording is not None:
-            self._recording.discard()
+        for recording in (self._recording, self._tapped_recording):
+            if recording is not None:
+                recording.discard()
 
     def _logits_buffer(self, rows: int) -> Tensor:
         # This buffer is kept from step to step: an allocation in each would fragment the heap.

@@ -60,13 +60,16 @@ class Model(ABC):
     def computes_logits(self) -> bool:
         """True if `logits` works."""
 
+    taps_paused = False
+    """True if passes copy none of what `tap` asks for"""
+
     @property
     def can_tap(self) -> bool:
         """True if `tap` works: the residual between layers is a sum of the layers' outputs."""
         return False
 
     def tap(self, depths: Sequence[int]) -> None:
-        """Copy the residual of all rows behind these numbers of layers, in every pass.
+        """Copy the residual of all rows behind these numbers of layers, unless `taps_paused`.
 
         Call this before `reserve`. The copies take no part in the results.
         """

@@ -9,8 +9,8 @@ from services.engine.scheduling.step_cost import StepTimes
 
 __all__ = ["DraftAccount"]
 
-_MOST_STEPS = 32
-"""Steps without drafts whose time a balance holds at most; that of drafts holds it at first"""
+_MOST_STEPS, _FIRST_STEPS = 64, 32
+"""Steps without drafts whose time a balance holds at most, and that of drafts at first"""
 _ALLOWANCE = 0.01
 """Share of the time of all steps that trials may take"""
 
@@ -70,7 +70,7 @@ class DraftAccount:
         plain = self._lengths.plain_seconds(streams)
         if plain is not None:
             self._most = _MOST_STEPS * plain
-            balance = self._most if self.balance is None else self.balance
+            balance = _FIRST_STEPS * plain if self.balance is None else self.balance
             saved = -self._passes - self._take_overhead(streams)
             if self._drafted:
                 share = min(self._drafted / max(drafted, 1), 1.0)

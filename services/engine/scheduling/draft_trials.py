@@ -17,7 +17,7 @@ _FIRST_WAIT, _MOST_WAIT = 64, 2048
 """Fewest and most steps between two trials"""
 _MOST_STEPS = 96
 """Steps after which a trial ends in any case"""
-_PROMPT_STEPS = 64
+_PROMPT_STEPS = 32
 """Steps for which a trial waits for a prompt whose hidden states a head may read"""
 
 

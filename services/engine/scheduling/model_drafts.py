@@ -39,7 +39,7 @@ _NEAR = 4
 """Most size classes between a pass and a measured one that stands for it"""
 _REST, _MOST_REST = 4, 64
 """Fewest and most steps between two decisions as long as no draft is worth its time"""
-_MOST_FAILURES = 3
+_MOST_FAILURES = 6
 """Decisions in a row without drafts after which drafts are off"""
 _TRIAL_CONTEXT = 16
 """Fewest tokens that a head must have seen in a trial whose context begins late"""

@@ -43,11 +43,13 @@ class FaultyRunner(ModelRunner):
     error: Exception = RuntimeError("The tensor has a bad shape.")
     raises_once = False
 
-    def forward(self, plan: StepPlan, drawn: DeviceTokens | None = None) -> Tensor:
+    def forward(
+        self, plan: StepPlan, drawn: DeviceTokens | None = None, *, taps: bool = True
+    ) -> Tensor:
         sequences = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
         if any(POISON in sequence.tokens[: sequence.prompt_length] for sequence in sequences):
             raise self.error
-        hidden = super().forward(plan, drawn)
+        hidden = super().forward(plan, drawn, taps=taps)
         if self.raises_once:
             self.raises_once = False
             raise self.error  # keys and values are written, but no token is drawn
