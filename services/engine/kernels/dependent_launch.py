@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel of a GPU starts while the one before it ends.
 
-The kernels of a decode layer take some microseconds each, of which a start takes one or two. From
-compute capability 9.0 on, a kernel with this attribute starts once all programs of the one before
-allow it. It computes addresses, loads weights, and then waits until all kernels before have ended.
+The kernels of a decode layer take some microseconds each, and the GPU idles between two of them.
+From compute capability 9.0 on, a kernel with this attribute starts once all programs of the one
+before allow it. It computes addresses, loads weights, and then waits until all kernels before have
+ended.
 The CUDA programming guide calls this "programmatic dependent launch", the PTX manual
 `griddepcontrol`. CUDA graphs hold such launches.
 
