@@ -24,7 +24,7 @@ from services.engine.model.model import Model
 from services.engine.scheduling.cache_pools import BlockCopy
 from services.engine.scheduling.step_plan import StepPlan
 
-__all__ = ["SCORED_ROWS", "ModelRunner", "StepCapacity", "max_logit_rows"]
+__all__ = ["SCORED_ROWS", "GraphExtent", "ModelRunner", "StepCapacity", "max_logit_rows"]
 
 SCORED_ROWS = 256
 """Number of prompt rows whose logits are computed at a time"""
@@ -49,6 +49,30 @@ class StepCapacity:
     graphs"""
 
 
+@dataclass(frozen=True, slots=True)
+class GraphExtent:
+    """What steps that run as graphs take at most, and the sizes of those with chunks."""
+
+    tokens: int
+    sequences: int
+    """Number of sequences that decode"""
+    rows: int
+    """Number of sequences, or of rows whose hidden states a step returns"""
+    blocks: int
+    """Number of blocks of one sequence"""
+    mixed_sizes: Sequence[MixedSize]
+
+    @staticmethod
+    def of(capacity: StepCapacity) -> "GraphExtent":
+        """Return the extent of padded steps, for steps of up to `capacity`."""
+        sequences = row_bucket(capacity.sequences)
+        tokens = max(capacity.tokens, sequences)
+        rows = max(sequences, row_bucket(max_logit_rows(capacity.sequences)))
+        sizes = mixed_sizes(tokens, rows, capacity.blocks)
+        widest = max([capacity.blocks, *(size.width for size in sizes)])
+        return GraphExtent(tokens, sequences, rows, widest, sizes)
+
+
 class ModelRunner:
     """Builds a flat batch from each plan, and runs it through the decoder."""
 
@@ -69,16 +93,12 @@ class ModelRunner:
         self._reading = AdapterReading(partial(convert_adapter, decoder))
         self.device = decoder.device
         if graph_capacity is not None:
-            rows = row_bucket(graph_capacity.sequences)
-            tokens = max(graph_capacity.tokens, rows)
-            most_rows = max(rows, row_bucket(max_logit_rows(graph_capacity.sequences)))
-            if decoder.runs_alone:
-                self.mixed_sizes = mixed_sizes(tokens, most_rows, graph_capacity.blocks)
-            widest = max([graph_capacity.blocks, *(size.width for size in self.mixed_sizes)])
-            self._batches.reserve(tokens, most_rows, widest)
-            if self.mixed_sizes:
+            extent = GraphExtent.of(graph_capacity)
+            self.mixed_sizes = extent.mixed_sizes
+            self._batches.reserve(extent.tokens, extent.rows, extent.blocks)
+            if self.mixed_sizes and decoder.runs_alone:
                 self._batches.images.reserve(self.mixed_sizes[0].tokens)
-            decoder.reserve(tokens, rows)
+            decoder.reserve(extent.tokens, extent.sequences)
             self._graphs = StepGraphs(decoder, cache)
             if graph_capacity.adapters and decoder.adapters is not None:
                 self._graphs_adapters = decoder.adapters.are_capturable and decoder.runs_alone
@@ -213,17 +233,25 @@ class ModelRunner:
         return self._batches.oversized_steps
 
     def capture_mixed(
-        self, sizes: Sequence[MixedSize], progress: StartProgress | None = None
+        self,
+        sizes: Sequence[MixedSize],
+        progress: StartProgress | None = None,
+        *,
+        announces: bool = True,
     ) -> None:
-        """Capture the graphs of padded steps with chunks, of some of `mixed_sizes`."""
+        """Capture the graphs of padded steps with chunks, of some of `mixed_sizes`.
+
+        announces: as of `capture_graphs`.
+        """
         if self._graphs is None:
             return
+        capture = self._graphs.capture if announces else self._graphs.capture_here
         for size in sizes:
             for shares, adapted in self._variants(size.sequences, has_chunks=True):
                 batch = self._batches.build(
                     _NOTHING, shares=shares, size=size, stages_adapters=adapted
                 )
-                self._graphs.capture(batch)
+                capture(batch)
             if progress is not None:
                 progress.add()
 

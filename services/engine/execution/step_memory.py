@@ -140,7 +140,9 @@ def _measure_graphs(decoder: Model, cache: KVCache, capacity: StepCapacity) -> i
     decodes = decode_sizes(capacity.sequences, capacity.blocks, enough)
     return measure_captures(
         [partial(runner.capture_graphs, [size], announces=False) for size in decodes]
-    ) + measure_captures([partial(runner.capture_mixed, [size]) for size in runner.mixed_sizes])
+    ) + measure_captures(
+        [partial(runner.capture_mixed, [size], announces=False) for size in runner.mixed_sizes]
+    )
 
 
 def measure_captures(captures: Sequence[Callable[[], None]]) -> int:

@@ -11,9 +11,9 @@ from services.common import logging as service_logging
 from services.common.model_files.checkpoint import opened
 from services.common.process import end_process
 from services.common.settings import StartupError
-from services.engine.batch.buckets import row_bucket
 from services.engine.execution.adapter_files import convert_adapter
 from services.engine.execution.loaded_model import LoadedModel, load
+from services.engine.execution.model_runner import GraphExtent
 from services.engine.execution.step_graphs import StepGraphs
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.lockstep import Follower
@@ -52,16 +52,15 @@ def run(settings: EngineSettings) -> NoReturn:
 
 
 def _follower(model: LoadedModel) -> Follower:
-    """Return a follower that runs decode steps as CUDA graphs if rank 0 does."""
+    """Return a follower that runs steps as CUDA graphs if rank 0 does."""
     decoder, cache, ranks = model.decoder, model.cache, model.ranks
     capacity = model.capacity
     read_adapter = partial(convert_adapter, decoder)
     if capacity is None:
         return Follower(decoder, cache, ranks, read_adapter=read_adapter)
-    rows = row_bucket(capacity.sequences)
-    tokens = max(capacity.tokens, rows)
-    decoder.reserve(tokens, rows)
+    extent = GraphExtent.of(capacity)
+    decoder.reserve(extent.tokens, extent.sequences)
     graphs = StepGraphs(decoder, cache)
     follower = Follower(decoder, cache, ranks, graphs.run, graphs.capture, read_adapter)
-    follower.reserve(tokens, rows, capacity.blocks)
+    follower.reserve(extent.tokens, extent.rows, extent.blocks)
     return follower

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.buckets import table_width
-from services.engine.batch.step_batch import OutputRows, StateSegments, StepBatch
+from services.engine.batch.step_batch import OutputRows, PaddedStep, StateSegments, StepBatch
 from services.engine.model.adapters.adapters import AdapterChange, ConvertedAdapter
 from services.engine.model.adapters.reading import AdapterReading
 from services.engine.model.architecture.spec import ModelSpec
@@ -37,17 +37,18 @@ class _Task(IntEnum):
 
     PASS = 0
     """Tokens, width of the block tables, number of these, decodes, 1 if there are output rows, 1 if
-    there are adapters, number of runs between states, and of each run its length, and of each
-    sequence: query length, context length; with output rows, the number of these; with adapters,
-    the adapter's number"""
+    there are adapters, rows of the block tables, number of output rows, most chunks of a padded
+    step or 0, number of runs between states, and of each run its length, and of each sequence:
+    query length, context length; with output rows, the number of these; with adapters, the
+    adapter's number"""
     GRAPH = 1
-    """Numbers of PASS, for a padded decode step that runs as a CUDA graph"""
+    """Numbers of PASS, for a padded step that runs as a CUDA graph"""
     LOGITS = 2
     """First row and end of the last pass's rows whose logits are computed"""
     LOGITS_OF = 3
     """Number of rows, which follow the order"""
     CAPTURE = 4
-    """Numbers of PASS, for a padded decode step whose CUDA graph is captured"""
+    """Numbers of PASS, for a padded step whose CUDA graph is captured"""
     COPY = 5
     """Blocks of the cache to copy: cache group, source and target each"""
     ADAPTER = 6
@@ -75,7 +76,11 @@ class Announcements(Model):
         order.extend((batch.block_tables.shape[1], 1 + len(batch.further_groups)))
         order.extend((batch.num_decodes, outputs is not None))
         runs = () if batch.states is None else batch.states.lengths_host
-        order.extend((bool(batch.adapters_host), len(runs), *runs))
+        order.append(bool(batch.adapters_host))
+        rows = 0 if outputs is None else len(outputs.indices)
+        most_chunks = 0 if batch.padded is None else batch.padded.most_chunks
+        order.extend((len(batch.context_lengths), rows, most_chunks))
+        order.extend((len(runs), *runs))
         order.extend(batch.query_lengths_host)
         order.extend(batch.context_lengths_host)
         if outputs is not None:
@@ -124,6 +129,8 @@ class Announcements(Model):
         tensors += [group.block_tables for group in groups]
         if batch.output_rows is not None:
             tensors += [batch.output_rows.indices, batch.output_rows.starts]
+        if batch.padded is not None:
+            tensors.append(batch.padded.counts)
         if (states := batch.states) is not None:
             tensors += [states.starts, states.sources, states.targets]
         parts = []
@@ -169,7 +176,7 @@ class Follower:
         capture: Callable[[StepBatch], None] | None = None,
         read_adapter: Callable[[Path], ConvertedAdapter] | None = None,
     ) -> None:
-        """run_graph: runs a padded decode step as a graph and returns its hidden states; capture:
+        """run_graph: runs a padded step as a graph and returns its hidden states; capture:
         captures the graph of its size; read_adapter: runs in a thread; None = there are none."""
         self._decoder = decoder
         self._cache = cache
@@ -184,7 +191,7 @@ class Follower:
         """Reserve memory for batches of up to this size. blocks: those of one sequence."""
         groups = len(self._cache.groups) or 1
         runs = tokens if self._cache.states else 0
-        sizes = _sizes(tokens, sequences, table_width(blocks), groups, tokens, runs)
+        sizes = _sizes(tokens, sequences, table_width(blocks), groups, tokens, runs, is_padded=True)
         size = sum(_aligned(sizes))
         if size > len(self._memory):
             self._memory = self._allocate(size)
@@ -235,23 +242,27 @@ class Follower:
                 adapters.unload(number)
 
     def _batch(self, order: list[int], tensors: memoryview) -> StepBatch:
-        tokens, width, groups, num_decodes, keeps_some, is_adapted, num_runs, *lengths = order[1:]
+        tokens, width, groups, num_decodes, keeps_some, is_adapted, *further = order[1:]
+        sequences, rows, most_chunks, num_runs, *lengths = further
         runs, lengths = tuple(lengths[:num_runs]), lengths[num_runs:]
         count = len(lengths) // (2 + keeps_some + is_adapted)
         queries, contexts, kept = (tuple(lengths[i * count : (i + 1) * count]) for i in range(3))
         adapters = tuple(lengths[-count:]) if is_adapted else ()
-        sizes = _sizes(tokens, count, width, groups, sum(kept) if keeps_some else None, num_runs)
+        kept_rows = rows if keeps_some else None
+        is_padded = most_chunks > 0
+        sizes = _sizes(tokens, sequences, width, groups, kept_rows, num_runs, is_padded=is_padded)
         aligned = _aligned(sizes)
         packed = self._receive(self._memory_of(sum(aligned)), tensors)
         places = zip(packed.split_with_sizes(aligned), sizes, strict=True)
         parts = [part[:size] for part, size in places]
         token_ids, positions, *slots = (part.view(torch.int64) for part in parts[: 2 + groups])
         query_starts, context_lengths, *rest = parts[2 + groups :]
-        tables, outputs = [part.view(count, width) for part in rest[:groups]], rest[groups:]
+        tables, outputs = [part.view(sequences, width) for part in rest[:groups]], rest[groups:]
         states = None
         if runs:
             *outputs, starts, sources, targets = outputs
             states = StateSegments(starts, sources, targets, runs)
+        padded = PaddedStep(outputs.pop(), most_chunks) if is_padded else None
         batch = StepBatch(
             token_ids=token_ids,
             positions=positions,
@@ -267,6 +278,7 @@ class Follower:
             output_rows=OutputRows(outputs[0].view(torch.int64), outputs[1], kept)
             if keeps_some
             else None,
+            padded=padded,
         )
         return batch.with_groups(slots[1:], tables[1:])
 
@@ -290,17 +302,26 @@ class Follower:
 
 
 def _sizes(
-    tokens: int, sequences: int, width: int, groups: int, rows: int | None, runs: int
+    tokens: int,
+    sequences: int,
+    width: int,
+    groups: int,
+    rows: int | None,
+    runs: int,
+    *,
+    is_padded: bool,
 ) -> list[int]:
     """Return the sizes of a batch's tensors in the order of `_pack`, in int32.
 
     groups: number of cache groups; rows: number of output rows, None = the batch has none; runs:
-    number of runs between states.
+    number of runs between states; is_padded: whether it is a padded step with chunks.
     """
     sizes = [2 * tokens] * (2 + groups) + [sequences + 1, sequences]
     sizes += [sequences * width] * groups
     if rows is not None:
         sizes += [2 * rows, sequences + 1]
+    if is_padded:
+        sizes.append(2)
     return [*sizes, runs + 1, runs, runs] if runs else sizes
 
 

@@ -194,7 +194,7 @@ def requests() -> list[AddRequest]:
 
 
 def _generate_in_graphs(path: Path, ranks: RankGroup, out: Path) -> None:
-    """Generate with padded decode steps, which all ranks run as what is a graph on a GPU."""
+    """Generate with padded steps, which all ranks run as what is a graph on a GPU."""
     decoder = load_model(path, torch.float32, ranks=ranks)
     if ranks.rank.leads:
         loop = tiny.make_loop(decoder, padded=True, overlaps=True)
@@ -203,16 +203,17 @@ def _generate_in_graphs(path: Path, ranks: RankGroup, out: Path) -> None:
         return
     cache = decoder.allocate_cache(256 + 1, tiny.BLOCK)
     graphs = StepGraphs(decoder, cache)
-    addresses: dict[object, set[object]] = {}
+    addresses: dict[tuple[object, ...], set[object]] = {}
 
     def run(batch: StepBatch) -> Tensor:
         places = (batch.token_ids.data_ptr(), batch.block_tables.data_ptr())
-        addresses.setdefault(batch.block_tables.shape, set()).add(places)
+        shape = (batch.padded is not None, len(batch.token_ids), *batch.block_tables.shape)
+        addresses.setdefault(shape, set()).add(places)
         return graphs.run(batch)
 
     follower = Follower(decoder, cache, ranks, run)
     follower.reserve(512, 64, tiny.CONTEXT)
     follower.run()
     # one graph for each shape, which reads the addresses of its capture
-    assert len(addresses) > 1
+    assert {is_mixed for is_mixed, *_ in addresses} == {False, True}
     assert all(len(places) == 1 for places in addresses.values())
