@@ -1,7 +1,7 @@
 """Every bound that the protos state is enforced, and the error names field, limit and value."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -71,8 +71,11 @@ class Case:
     """Path of the value at fault, as the error names it"""
 
     def __str__(self) -> str:
-        shown = str(self.value)
-        return f"{self.request.DESCRIPTOR.full_name}-{self.place}-{shown[:20]}{len(shown)}"
+        if isinstance(self.value, Sequence):  # of up to megabytes
+            shown, size = str(self.value[:20]), str(len(self.value))
+        else:
+            shown, size = str(self.value), ""
+        return f"{self.request.DESCRIPTOR.full_name}-{self.place}-{shown[:20]}{size}"
 
     def message(self) -> Message:
         request = self.request()

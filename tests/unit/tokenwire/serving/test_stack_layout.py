@@ -108,9 +108,10 @@ def test_unknown_host_is_refused_in_one_sentence(checkpoint: Path) -> None:
     )
 
 
-def test_each_service_gets_the_target_of_the_next_one(checkpoint: Path) -> None:
+@pytest.mark.parametrize("host", ["0.0.0.0", "::1"])
+def test_each_service_gets_the_target_of_the_next_one(checkpoint: Path, host: str) -> None:
     options = ServeOptions(
-        host="0.0.0.0", port=1, model=checkpoint, engine_args="--kv-memory '1 GiB'", open=True
+        host=host, port=1, model=checkpoint, engine_args="--kv-memory '1 GiB'", open=True
     )
     shim, jobs, tokenizer, engine, grammar = plan(options)
     assert [service.name for service in (shim, jobs, tokenizer, engine, grammar)] == [
