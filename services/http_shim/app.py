@@ -24,7 +24,7 @@ from services.http_shim.dialects.messages.write import MESSAGE_ERRORS
 from services.http_shim.dialects.ollama.write import OLLAMA_ERRORS
 from services.http_shim.dialects.reading import Read
 from services.http_shim.dialects.responses.types import InputTokenCount
-from services.http_shim.documentation.openapi import openapi
+from services.http_shim.documentation.openapi import document, openapi
 from services.http_shim.documentation.page_policy import mcp_origins_of
 from services.http_shim.documentation.pages import PAGES, page_routes
 from services.http_shim.endpoints.adapters import Adapters
@@ -122,6 +122,7 @@ def create_app(
     probes = Probes(models, gate, jobs, history)
     files, batches = Files(jobs), Batches(jobs, bodies)
     keys, usage = Keys(jobs, keyring, ledger), UsageEndpoint(jobs, keyring, ledger)
+    described = document()
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -159,13 +160,13 @@ def create_app(
         Route("/detokenize", tokenization.detokenize, methods=["POST"]),
         Route("/apply-template", tokenization.apply_template, methods=["POST"]),
         Route("/tokenizer_info", tokenization.info),
-        Route("/openapi.json", openapi),
+        Route("/openapi.json", openapi(described)),
         Route("/health", probes.health),
         Route("/ready", probes.ready),
         *([] if settings.metrics_port else [Route("/metrics", probes.metrics)]),
         Route("/status.json", probes.status),
         Route("/version", probes.version),
-        *page_routes(mcp_origins_of(settings.mcp_origins)),
+        *page_routes(mcp_origins_of(settings.mcp_origins), described),
         *(parts.ollama_routes(gate) if settings.ollama else ()),
     ]
     names = [name.strip() for name in settings.allowed_hosts.split(",") if name.strip()]

@@ -1,6 +1,6 @@
 """OpenAPI document (GET /openapi.json), generated from the types of bodies and answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, get_args, get_type_hints
 
@@ -269,9 +269,11 @@ def _header_references(names: Sequence[str]) -> Json:
     return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
 
 
-_ENCODED = msgspec.json.encode(document())
+def openapi(described: Json) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint of GET /openapi.json. described: the document."""
+    encoded = msgspec.json.encode(described)
 
+    async def answer(request: Request) -> Response:
+        return Response(encoded, media_type="application/json")
 
-async def openapi(request: Request) -> Response:
-    """Return the document, which was encoded at import."""
-    return Response(_ENCODED, media_type="application/json")
+    return answer

@@ -8,12 +8,12 @@ to send to other servers than the MCP servers that the operator names.
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.http_shim.documentation.openapi import document
 from services.http_shim.documentation.page_policy import page_policy
 from services.http_shim.documentation.reference import reference
 
@@ -35,8 +35,8 @@ _HEADERS = {
 }
 
 
-def _found_files() -> Iterator[tuple[str, tuple[str, bytes]]]:
-    """Yield path, media type and content of each file that browsers load.
+def _found_files() -> Iterator[tuple[str, Path]]:
+    """Yield path and place of each file that browsers load.
 
     A page has no suffix in its path: `status.html` and `status/index.html` are `/status`.
     """
@@ -46,21 +46,24 @@ def _found_files() -> Iterator[tuple[str, tuple[str, bytes]]]:
             if file.suffix == ".html":
                 path = path.removesuffix(".html").removesuffix("/index")
                 path = "/" if path == "/playground" else path
-            yield path, (_MEDIA_TYPES[file.suffix], file.read_bytes())
+            yield path, file
 
 
-_FILES = dict(_found_files()) | {"/docs": ("text/html", reference(document()))}
-PAGES = frozenset(_FILES)
+_FILES = dict(_found_files())
+PAGES = frozenset({"/docs", *_FILES})
 """Paths of the pages and their files, a list fixed at the start"""
 
 
-def page_routes(mcp_origins: Sequence[str]) -> list[Route]:
-    """Return a route for each file.
+def page_routes(mcp_origins: Sequence[str], described: dict[str, Any]) -> list[Route]:
+    """Return a route for each file, whose content is read now.
 
-    mcp_origins: origins that the pages may send requests to, besides their own.
+    mcp_origins: origins that the pages may send requests to, besides their own. described: OpenAPI
+    document of the reference.
     """
     policy = page_policy(mcp_origins)
-    return [Route(path, _page(*file, policy)) for path, file in _FILES.items()]
+    pages = {path: (_MEDIA_TYPES[file.suffix], file.read_bytes()) for path, file in _FILES.items()}
+    pages["/docs"] = ("text/html", reference(described))
+    return [Route(path, _page(*page, policy)) for path, page in pages.items()]
 
 
 def _page(media_type: str, content: bytes, policy: str) -> Callable[[Request], Awaitable[Response]]:

@@ -57,7 +57,7 @@ def test_page_for_language_models_names_every_route_that_takes_a_body() -> None:
 
 
 async def test_document_is_served_unchanged() -> None:
-    response = await openapi(None)  # type: ignore[arg-type]  # the request is unused
+    response = await openapi(document())(None)  # type: ignore[arg-type]  # the request is unused
     assert json.loads(bytes(response.body)) == json.loads(json.dumps(DOCUMENT))
 
 

@@ -4,6 +4,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from services.http_shim.documentation.openapi import document
 from services.http_shim.documentation.page_policy import mcp_origins_of, page_policy
 from services.http_shim.documentation.pages import page_routes
 
@@ -36,9 +37,9 @@ def test_origin_that_would_widen_or_break_the_policy_is_refused(wrong: str) -> N
 
 def test_browser_that_has_a_page_gets_its_new_policy() -> None:
     """Browsers keep the stored policy when the answer is 304."""
-    before = TestClient(Starlette(routes=page_routes(["https://a.example"]))).get("/")
+    before = TestClient(Starlette(routes=page_routes(["https://a.example"], document()))).get("/")
     tag = {"if-none-match": before.headers["etag"]}
-    client = TestClient(Starlette(routes=page_routes([])))
+    client = TestClient(Starlette(routes=page_routes([], document())))
     after = client.get("/", headers=tag)
     assert after.status_code == 200
     assert "a.example" not in after.headers["content-security-policy"]

@@ -108,8 +108,10 @@ def test_unknown_host_is_refused_in_one_sentence(checkpoint: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::1"])
-def test_each_service_gets_the_target_of_the_next_one(checkpoint: Path, host: str) -> None:
+@pytest.mark.parametrize(("host", "near"), [("0.0.0.0", "127.0.0.1:"), ("::1", "[::1]:")])
+def test_each_service_gets_the_target_of_the_next_one(
+    checkpoint: Path, host: str, near: str
+) -> None:
     options = ServeOptions(
         host=host, port=1, model=checkpoint, engine_args="--kv-memory '1 GiB'", open=True
     )
@@ -129,7 +131,7 @@ def test_each_service_gets_the_target_of_the_next_one(checkpoint: Path, host: st
         (engine, "--grammar", grammar.target),
     ):
         assert service.arguments[service.arguments.index(flag) + 1] == target
-        assert target.startswith("127.0.0.1:")
+        assert target.startswith("127.0.0.1:" if service is engine else near)
     assert engine.arguments[-2:] == ("--kv-memory", "1 GiB")
     assert "0.0.0.0" not in grammar.arguments  # only the engine calls it
 
