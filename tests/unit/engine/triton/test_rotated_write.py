@@ -2,6 +2,7 @@
 
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +10,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from services.engine.model.attention import fp8_pages
+from services.engine.model import loader
+from services.engine.model.attention import fp8_pages, paged_backend
 from services.engine.model.attention.cache_kernel import write_tokens
+from services.engine.model.loader import load_model
 from services.engine.model.operators.rotated_write import write_rotated
 from services.engine.model.operators.rotation import Rotation, UnrotatedHeads
 from services.engine.model.operators.triton_operators import TritonOperators
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
 
 pytestmark = pytest.mark.skipif(
     "TRITON_INTERPRET" not in os.environ, reason="a GPU runs the kernels compiled"
@@ -84,3 +90,23 @@ def test_heads_and_cache_equal_those_of_two_kernels(
     assert not torch.equal(results[0][0], exact)
     for fused, separate in zip(*results, strict=True):
         assert torch.equal(fused, separate)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "ministral3", "gemma3n"])
+def test_family_equals_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms of heads; factors on queries; norms of values, and layers without keys of their own."""
+    own = TritonOperators(torch.float32, CPU)
+    monkeypatch.setattr(paged_backend, "_DTYPES", (torch.float32,))
+    monkeypatch.setattr(loader, "native", None)
+    monkeypatch.setattr(
+        loader, "choose_backend", lambda *model, **_: paged_backend.PagedAttention(*model)
+    )
+    monkeypatch.setattr(loader, "choose_operators", lambda *_: own)
+    model = make_checkpoint(tmp_path, CONFIGS[name])
+    tokens = random_tokens(40, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens], block_size=PAGE)
+    for chunk in (30, 9, 1):
+        driver.step([(0, chunk)])
+    torch.testing.assert_close(driver.logits[0], reference_logits(model, tokens), atol=1e-4, rtol=0)
