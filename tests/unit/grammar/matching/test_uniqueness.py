@@ -94,7 +94,7 @@ def test_complete_texts_repeat_nothing_and_every_text_can_end(
 ) -> None:
     schema = SCHEMAS[name]
     start = fresh(GrammarSpec(json_schema=json.dumps(schema)), vocabulary)
-    for seed in range(6):
+    for seed in range(6 if vocabulary is BY_BYTE else 2):  # a mask of 8,192 tokens takes longer
         ids = walk(start, vocabulary, seed)
         if len(ids) < 200:
             text = vocabulary.tokenizer.decode_bytes(ids).decode()
