@@ -1,7 +1,7 @@
 """Loading of a draft model or a draft head beside the engine's model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -89,6 +89,7 @@ class LoadedDraft:
                 self.kind,
                 self.targets,
                 _KEPT_ROWS,
+                capacity=self.capacity,
             )
         return DraftModel(
             self.decoder,
@@ -223,24 +224,23 @@ def _reserved(
         kept = LEAST_KEPT * max_running if isinstance(decoder, AssistantHead) else _KEPT_ROWS
         further += kept * decoder.states_width * decoder.dtype.itemsize
     size, block_size = target.spec.vocab_size, target.block_size
-    capacity = None
-    if decoder.device.type == "cuda" and decoder.is_capturable:
-        context = min(decoder.spec.context_length, target.spec.context_length)
-        capacity = StepCapacity(tokens, max_running, -(-context // block_size))
-        further += _graph_bytes(decoder, size, block_size, capacity)
-    return LoadedDraft(decoder, size, block_size, tokens, further, kind, targets, capacity)
+    draft = LoadedDraft(decoder, size, block_size, tokens, further, kind, targets)
+    if decoder.device.type != "cuda" or not decoder.is_capturable:
+        return draft
+    if isinstance(decoder, AssistantHead):
+        return draft
+    context = min(decoder.spec.context_length, target.spec.context_length)
+    capacity = StepCapacity(tokens, max_running, -(-context // block_size))
+    draft = replace(draft, capacity=capacity)
+    return replace(draft, pass_bytes=further + _graph_bytes(draft, capacity, target))
 
 
-def _graph_bytes(decoder: Model, size: int, block_size: int, capacity: StepCapacity) -> int:
-    """Return the bytes of all graphs of a draft model's passes. Raises StartupError.
-
-    size: number of ids of the engine's model.
-    """
+def _graph_bytes(draft: LoadedDraft, capacity: StepCapacity, target: Model) -> int:
+    """Return the bytes of all graphs of a draft model's passes. Raises StartupError."""
     blocks = capacity.blocks + row_bucket(capacity.sequences)  # so that no size is left out
     with usable_kernels():
-        cache = decoder.allocate_cache(blocks, block_size)
-        draft = DraftModel(decoder, cache, size, capacity.tokens, capacity=capacity)
-        captures = [partial(draft.capture, [each]) for each in draft.graph_sizes]
+        model = draft.allocate(blocks, target.allocate_cache(1))
+        captures = [partial(model.capture, [each]) for each in model.graph_sizes]
         return measure_captures(captures)
 
 

@@ -7,6 +7,7 @@ would have been drawn anyway.
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from services.engine.model.model import Model
 from services.engine.scheduling.draft_plan import DraftLimits, DraftPart, DraftResult, PassTime
 
 __all__ = ["DraftModel"]
+
+T = TypeVar("T")
 
 
 class DraftModel:
@@ -90,7 +93,7 @@ class DraftModel:
         for rows, width in sizes:
             batch = self._build([], [], [], [], padding=rows, least_blocks=width)
             if self._graphs is not None:
-                self._graphs.capture(batch)
+                self._run_padded(self._graphs.capture, batch)
 
     @torch.inference_mode()
     def make(self, parts: Sequence[DraftPart]) -> DraftResult:
@@ -133,6 +136,15 @@ class DraftModel:
         """Compute a batch. Return hidden states as `Model.forward` does."""
         return self._decoder.forward(batch, self._cache)
 
+    @property
+    def _fits_graph(self) -> bool:
+        """True if the present pass may run as a graph if each sequence has one token in it."""
+        return True
+
+    def _run_padded(self, run: Callable[[StepBatch], T], batch: StepBatch) -> T:
+        """Capture or run the graph of a padded batch, as `run` does."""
+        return run(batch)
+
     def _follow(self, hidden: Tensor, rows: Sequence[int]) -> None:
         """Prepare the next pass, which continues some rows of `_compute`'s result."""
 
@@ -158,10 +170,12 @@ class DraftModel:
         ends = [
             start + len(each) - skip for start, each, skip in zip(starts, ids, skipped, strict=True)
         ]
-        if self._graphs is None or any(len(each) > 1 for each in ids):
+        graphs = self._graphs
+        if graphs is None or not self._fits_graph or any(len(each) > 1 for each in ids):
             return self._compute(self._build(ids, ends, tables, skipped))
         padding = row_bucket(len(ids)) - len(ids)
-        return self._graphs.run(self._build(ids, ends, tables, skipped, padding=padding))
+        batch = self._build(ids, ends, tables, skipped, padding=padding)
+        return self._run_padded(graphs.run, batch)
 
     def _build(
         self,
@@ -197,7 +211,7 @@ class DraftModel:
         np.add(places * size, offsets, out=fields.slots[0])
         if any(skipped):
             positions = fields.positions
-            np.add(positions, np.repeat(skipped, counts), out=positions)
+            np.add(positions, np.repeat([*skipped, *[0] * padding], counts), out=positions)
         num_decodes = counts.count(1)
         is_partial = num_decodes < len(counts)
         if is_partial:

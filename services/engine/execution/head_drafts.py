@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from services.engine.batch.buckets import row_bucket
 from services.engine.batch.step_batch import StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.kept_states import KeptStates
+from services.engine.execution.model_runner import StepCapacity
 from services.engine.model.attention import KVCache
 from services.engine.model.draft_head import DraftHead
 from services.engine.scheduling.draft_plan import DraftLimits, DraftPart
@@ -18,6 +21,8 @@ from services.engine.scheduling.speculation import DraftKind
 from services.engine.scheduling.step_plan import StepPlan
 
 __all__ = ["HeadDrafts"]
+
+T = TypeVar("T")
 
 
 class HeadDrafts(DraftModel):
@@ -40,19 +45,28 @@ class HeadDrafts(DraftModel):
         most_kept: int = 4096,
         clock: Callable[[], float] = time.monotonic,
         host_clock: Callable[[], float] = time.monotonic,
+        capacity: StepCapacity | None = None,
     ) -> None:
         """targets: id of the engine's model for each id of the head; empty = the same ids.
 
-        most_kept: most rows of hidden states that are kept.
+        most_kept: most rows of hidden states that are kept. capacity: parameter of `DraftModel`;
+        graphs hold the passes that read the head's own hidden states.
         """
-        super().__init__(head, cache, vocabulary_size, pass_tokens, clock, host_clock)
+        super().__init__(head, cache, vocabulary_size, pass_tokens, clock, host_clock, capacity)
+        rows = 0 if capacity is None else row_bucket(capacity.sequences)
+        self._graph_states = torch.zeros(
+            rows, head.spec.hidden_size, dtype=head.dtype, device=head.device
+        )
+        """Hidden states that graphs read"""
         self.limits = DraftLimits(head.spec.context_length, pass_tokens, kind)
         self._head = head
         self._most_id = vocabulary_size - 1
         self._targets = targets
         self._kept = KeptStates(most_kept)
         self._states: Tensor | None = None
-        """Hidden states that the head has made for the next pass; None = the first pass is next"""
+        """Hidden states that the next pass reads; None = there was no pass"""
+        self._is_own = False
+        """True if the head has made these states"""
 
     def keep(
         self,
@@ -71,6 +85,17 @@ class HeadDrafts(DraftModel):
     def _compute(self, batch: StepBatch) -> Tensor:
         assert self._states is not None
         return self._head.run(batch, self._cache, self._states, is_own=self._is_own)
+
+    @property
+    def _fits_graph(self) -> bool:
+        return self._is_own
+
+    def _run_padded(self, run: Callable[[StepBatch], T], batch: StepBatch) -> T:
+        states = self._graph_states[: len(batch.token_ids)]
+        if self._states is not None:
+            states[: len(self._states)] = self._states
+        with self._head.reading(states, is_own=True):
+            return run(batch)
 
     def _follow(self, hidden: Tensor, rows: Sequence[int]) -> None:
         index = to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)

@@ -6,6 +6,8 @@ hidden states that the head has made itself.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -69,18 +71,20 @@ class DraftHead(Decoder):
         """Width of the hidden states of the engine's model that a row reads."""
         return self._inputs.width
 
-    @property
-    def is_capturable(self) -> bool:
-        return False
-
     def run(self, batch: StepBatch, cache: KVCache, states: Tensor, *, is_own: bool) -> Tensor:
         """Compute rows as `forward` does.
 
         The batch has the id of the token behind each row. states: parameter of `HeadInputs.fill`.
         """
+        with self.reading(states, is_own=is_own):
+            return self.forward(batch, cache)
+
+    @contextmanager
+    def reading(self, states: Tensor, *, is_own: bool) -> Iterator[None]:
+        """Have passes read hidden states, which are parameters of `HeadInputs.fill`."""
         self._states, self._is_own = states, is_own
         try:
-            return self.forward(batch, cache)
+            yield
         finally:
             self._states = None
 

@@ -126,13 +126,13 @@ def make_loop(
     if draft is not None:
         own = draft.allocate_cache(blocks + padded, block)
         size = decoder.spec.vocab_size
+        capacity = StepCapacity(64, running, CONTEXT // block) if padded else None
         if isinstance(draft, DraftHead):
             kind, kept = DraftKind.EAGLE, most_kept
-            drafts = head_drafts(draft, own, size, 64, kind, targets, kept, *clocks)
+            drafts = head_drafts(draft, own, size, 64, kind, targets, kept, *clocks, capacity)
         else:
-            capacity = StepCapacity(64, running, CONTEXT // block) if padded else None
             drafts = draft_model(draft, own, size, 64, *clocks, capacity)
-            drafts.capture(drafts.graph_sizes)
+        drafts.capture(drafts.graph_sizes)
     limits = SchedulerLimits(
         running,
         step_tokens,

@@ -7,16 +7,13 @@ from typing import ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from services.engine.batch.step_batch import StepBatch
 from services.engine.execution import draft_model
 from services.engine.execution.draft_model import DraftModel
-from services.engine.execution.step_graphs import StepGraphs, key_of
 from services.engine.messages import GrantCredit, RequestDone, Token
-from services.engine.model.attention import KVCache
 from services.engine.model.model import Model
 from services.engine.scheduling.draft_plan import DraftPart, DraftResult, PassTime
+from tests.unit.engine.loop.checked_graphs import CheckedGraphs
 from tests.unit.engine.loop.outputs import greedy_tokens
 from tests.unit.engine.loop.test_step_loop import assert_same_up_to_ties
 from tests.unit.engine.tiny import (
@@ -90,25 +87,6 @@ def test_draft_model_never_changes_output(
             continue
         alone = [o for o in plain if isinstance(o, Token) and (o.handle, o.sequence) == place]
         assert_same_up_to_ties(tokens_of(drafted)[place], alone)
-
-
-class CheckedGraphs(StepGraphs):
-    """Graphs of a draft model's passes, all of which must have been captured before."""
-
-    runs: ClassVar[int] = 0
-
-    def __init__(self, decoder: Model, cache: KVCache) -> None:
-        super().__init__(decoder, cache)
-        self._keys: set[tuple[int, ...]] = set()
-
-    def capture(self, batch: StepBatch) -> None:
-        self._keys.add(key_of(batch))
-        super().capture(batch)
-
-    def run(self, batch: StepBatch) -> Tensor:
-        assert key_of(batch) in self._keys
-        CheckedGraphs.runs += 1
-        return super().run(batch)
 
 
 @pytest.mark.parametrize("padded", [False, True])

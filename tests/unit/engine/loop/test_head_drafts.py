@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from services.engine.execution import draft_model
 from services.engine.execution.head_drafts import HeadDrafts
 from services.engine.messages import GrantCredit, RequestDone, Token
 from services.engine.model.decoder import Decoder
@@ -18,6 +19,7 @@ from services.engine.scheduling.draft_plan import DraftPart, DraftResult
 from services.engine.scheduling.sequence import TokenSequence
 from services.engine.scheduling.step_plan import StepPlan
 from tests.unit.engine.eagle import load_with_head, make_eagle, make_repeater
+from tests.unit.engine.loop.checked_graphs import CheckedGraphs
 from tests.unit.engine.loop.test_step_loop import assert_same_up_to_ties
 from tests.unit.engine.tiny import (
     SAME_EXAMPLES,
@@ -125,13 +127,18 @@ def test_head_never_changes_output(
         assert_same_up_to_ties(tokens_of(drafted)[place], alone)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 def test_good_drafts_save_most_steps_and_are_reported(
-    repeating: tuple[Decoder, EagleHead],
+    repeating: tuple[Decoder, EagleHead], padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Padded passes over the head's own states run as graphs, at the addresses of a capture."""
+    monkeypatch.setattr(draft_model, "StepGraphs", CheckedGraphs)
+    CheckedGraphs.runs = 0
     decoder, head = repeating
     requests = [make_request(i, [[9, head.targets[i]]], max_tokens=60) for i in range(3)]
-    loop = make_loop(decoder, draft=head.model, targets=head.targets)
+    loop = make_loop(decoder, draft=head.model, targets=head.targets, padded=padded)
     outputs = run(loop, requests)
+    assert (CheckedGraphs.runs > 0) is padded
     load = loop.take_output().load
     [total] = load.drafts
     assert load.steps < 40
