@@ -5,6 +5,7 @@ Call `limit_thread_spinning` before importing this module: torch reads OpenMP's 
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections import defaultdict
@@ -63,6 +64,8 @@ PARTS = {
     Kernel.LATENT_DECODE: "attention",
 }
 """Part of a step that each kernel counts to"""
+
+gc.freeze()  # as the service does with what it has imported
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

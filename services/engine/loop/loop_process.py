@@ -3,6 +3,7 @@
 It is a separate process, because a busy interpreter thread beside the loop delays every step.
 """
 
+import gc
 import logging
 import select
 import signal
@@ -77,6 +78,7 @@ def _encoder_turns(settings: EngineSettings, loaded: LoadedLoop) -> EncoderTurns
 def _run(loop: StepLoop, messages: "_MessageSocket", turns: EncoderTurns | None) -> NoReturn:
     """Run steps forever. Raises EOFError or ConnectionError when the gRPC process is gone."""
     timeout: float | None = None
+    gc.freeze()  # the model lives as long as the process; no collection needs to visit it
     while True:
         messages.wait(timeout)
         while seconds := loop.spare_seconds:
