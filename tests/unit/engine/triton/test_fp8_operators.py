@@ -254,7 +254,7 @@ def load_fp8(path: Path, monkeypatch: pytest.MonkeyPatch, weights: str = "full")
     """Load as on a GPU that multiplies FP8, but for float32."""
     monkeypatch.setattr(loader, "native", None)
     monkeypatch.setattr(services.engine.model.attention, "native", None)
-    monkeypatch.setattr(loader, "_multiplies_fp8", lambda *_: True)
+    monkeypatch.setattr(loader, "multiplies_fp8", lambda *_: True)
     decoder = loader.load_model(path, FLOAT32, weights=weights)
     assert isinstance(decoder, Decoder)
     return decoder

@@ -47,7 +47,7 @@ def load(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
     make_checkpoint(path, CONFIGS[name])
     monkeypatch.setattr(loader, "native", None)
     monkeypatch.setattr(services.engine.model.attention, "native", None)
-    monkeypatch.setattr(loader, "_multiplies_fp8", lambda *_: True)
+    monkeypatch.setattr(loader, "multiplies_fp8", lambda *_: True)
     return loader.load_model(path, torch.float32, weights="fp8")
 
 

@@ -67,7 +67,7 @@ def test_layer_with_fp8_weights_takes_ten_launches(
 ) -> None:
     """The output of attention is rounded by a kernel of its own, other rows by those before."""
     make_checkpoint(tmp_path, CONFIGS["llama"])
-    monkeypatch.setattr(loader, "_multiplies_fp8", lambda *_: True)
+    monkeypatch.setattr(loader, "multiplies_fp8", lambda *_: True)
     decoder = load_model(tmp_path, torch.float32, weights="fp8")
     assert second_layer(decoder, 20) == [
         *("_write_rotated", "attend_tile", "_round_rows", "_multiply_fp8"),
