@@ -118,6 +118,7 @@ class ModelRunner:
             self._unpadded_steps += self._graphs is not None
             self._decoder.taps_paused = not taps and self._decoder.runs_alone
             return self._decoder.forward(self._batches.build(plan, drawn), self._cache)
+        self._decoder.taps_paused = False  # a size without a graph runs like other steps
         return self._graphs.run(batch)
 
     def tapped(self, plan: StepPlan) -> Sequence[Tensor]:

@@ -5,16 +5,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from services.engine.execution import draft_model
+from services.engine.execution.batch_builder import DeviceTokens
 from services.engine.execution.head_drafts import HeadDrafts
+from services.engine.execution.model_runner import ModelRunner, StepCapacity
 from services.engine.messages import GrantCredit, RequestDone, Token
+from services.engine.model.attention import KVCache
 from services.engine.model.decoder import Decoder
 from services.engine.model.eagle_head import EagleHead
+from services.engine.model.model import Model
 from services.engine.scheduling.draft_plan import DraftPart, DraftResult
 from services.engine.scheduling.sequence import TokenSequence
 from services.engine.scheduling.step_plan import StepPlan
@@ -216,6 +221,32 @@ def test_states_are_kept_for_trials_alone_while_drafts_save_nothing(
         run(loop, [make_request(handle, [[3, head.targets[0]]], max_tokens=100)])
     [total] = loop.take_output().load.drafts
     assert total.accepted - random.accepted > 100
+
+
+def test_padded_steps_copy_states_behind_a_step_that_copies_none(
+    repeating: tuple[Decoder, EagleHead],
+) -> None:
+    """Otherwise a head would read those of an earlier step, and draft other tokens."""
+    decoder, _ = repeating
+    copied: list[Tensor] = []
+
+    class PausingRunner(ModelRunner):
+        def forward(
+            self, plan: StepPlan, drawn: DeviceTokens | None = None, *, taps: bool = True
+        ) -> Tensor:
+            hidden = super().forward(plan, drawn, taps=not plan.chunks)
+            if plan.decodes:
+                copied.append(torch.cat(list(self.tapped(plan)), dim=1))
+            return hidden
+
+    def padding_runner(decoder: Model, cache: KVCache, _: StepCapacity | None) -> ModelRunner:
+        """Return a runner that pads decodes alone: no size of steps with chunks is so small."""
+        return PausingRunner(decoder, cache, StepCapacity(tokens=8, sequences=2, blocks=16))
+
+    for runner in (PausingRunner, padding_runner):
+        run(make_loop(decoder, runner=runner), [make_request(1, [[3, 9]], max_tokens=4)])
+    assert len(copied) == 6
+    assert torch.equal(torch.stack(copied[3:]), torch.stack(copied[:3]))
 
 
 def test_prefix_that_sequences_share_is_computed_once(
