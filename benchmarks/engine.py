@@ -86,7 +86,7 @@ class MeasuredEngine(Engine):
         model_code: str = "auto",
         kv_dtype: str = "auto",
         draft: Path | None = None,
-        dependent_launch: bool = True,
+        dependent_launch: bool = False,
     ) -> None:
         """tokens: what the KV cache has to hold; streams: sequences that run at once.
 

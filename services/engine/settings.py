@@ -91,7 +91,7 @@ class EngineSettings(StreamSettings, PeerSettings, ReportSettings, CheckpointSet
         choices=("auto", "xformers"),
     )
     dependent_launch: bool = setting(
-        True,
+        False,
         "Start a kernel while the one before it ends (programmatic dependent launch), on NVIDIA's "
         "GPUs of compute capability 9.0 or higher.",
     )

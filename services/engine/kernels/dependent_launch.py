@@ -31,7 +31,7 @@ _LEAST_CAPABILITY = (9, 0)
 class _Switch:
     """Choice of the operator for this process."""
 
-    is_on = True
+    is_on = False
 
 
 def use_dependent_launch(is_on: bool) -> None:

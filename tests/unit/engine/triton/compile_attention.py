@@ -174,6 +174,7 @@ def _launched(
         )
 
     getitem = patch.object(triton.runtime.jit.KernelInterface, "__getitem__", compile_only)
+    dependent_launch.use_dependent_launch(True)
     with getitem, patch.object(dependent_launch, "has_dependent_launch", lambda _: is_dependent):
         if kind == "pages":
             attend_pages(shape, batch, *operands)

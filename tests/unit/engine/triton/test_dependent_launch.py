@@ -19,9 +19,10 @@ ORDINARY = {"is_dependent": False}
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     dependent_launch.has_dependent_launch.cache_clear()
+    use_dependent_launch(True)
     yield
     dependent_launch.has_dependent_launch.cache_clear()
-    use_dependent_launch(True)
+    use_dependent_launch(False)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def as_before() -> Iterator[None]:
         ((9, 4), "6.4", ORDINARY),
     ],
 )
-def test_launches_are_dependent_where_the_gpu_has_them(
+def test_launches_are_dependent_where_the_gpu_and_the_operator_allow(
     capability: tuple[int, int],
     hip: str | None,
     options: dict[str, bool],
