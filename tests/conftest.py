@@ -27,6 +27,9 @@ settings.register_profile(
 )
 settings.load_profile("untimed")
 
+_LONGEST = "test_compiled_kernels.py"
+"""File of tests that compiles all kernels for all GPUs, in minutes"""
+
 # Triton reads this where a kernel is defined, so it comes before any import of Triton.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -48,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Processes that run the tests take the files in this order. Tests of units compute, and the
     others mostly wait: side by side, they leave no core idle. Files of units take seconds, so they
-    come last: a file of a minute would keep one process busy after the others have ended.
+    come last: a file of a minute would keep one process busy after the others have ended. The one
+    that takes several minutes comes first.
     """
     places: dict[Path, float] = {}
     units = Path(__file__).parent / "unit"
@@ -57,6 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = [file for file in files if file.is_relative_to(units) == computes]
         end = 1 if computes else 0.9
         places |= {file: end * place / len(group) for place, file in enumerate(group)}
+    places |= {file: -1 for file in files if file.name == _LONGEST}
     items.sort(key=lambda item: places[item.path])
 
 

@@ -42,6 +42,13 @@ SHAPES = {
     "bloom": (32, 32, 128, 128, 0.0, 0, False, False, True),
     "deepseek": (16, 16, 192, 128, 0.0, 0, False, False, False),
 }
+PROMPT = (300, "pages")
+BATCHES = ((1, "pages"), PROMPT, (40, "shared"), (64, "padded"))
+"""Rows, and how they are attended"""
+OF_EACH_MEMORY = (80, 90)
+"""A compute capability with the least shared memory, and one with the most"""
+OF_EACH_GPU = ("llama", "gemma4")
+"""Families whose batches of all kinds are compiled for all GPUs: the most usual and the widest"""
 
 
 class _Driver:
@@ -64,20 +71,17 @@ def compile_all(capability: int) -> Iterator[Compiled]:
     """Yield every attention kernel, and the one that writes to the cache."""
     triton.runtime.driver.set_active(_Driver(capability))
     has_fp8 = capability >= FP8_FROM
-    for family, shape in SHAPES.items():
-        for (rows, kind), is_fp8 in product(
-            ((1, "pages"), (300, "pages"), (40, "shared"), (64, "padded")),
-            (False, True) if has_fp8 else (False,),
+    for family, (rows, kind), is_fp8 in _cases(capability):
+        shape = SHAPES[family]
+        if kind == "shared" and shape[5]:
+            continue  # windows share nothing
+        for kernel in _launched(
+            rows, *shape, kind=kind, is_fp8=is_fp8, is_dependent=capability >= DEPENDENT_FROM
         ):
-            if kind == "shared" and shape[5]:
-                continue  # windows share nothing
-            for kernel in _launched(
-                rows, *shape, kind=kind, is_fp8=is_fp8, is_dependent=capability >= DEPENDENT_FROM
-            ):
-                cache = ", FP8" if is_fp8 else ""
-                compiled = inspect(kernel, capability, f"{family}, {rows} rows, {kind}{cache}")
-                compiled.check(pipelined=compiled.kernel != "merge_parts")
-                yield compiled
+            cache = ", FP8" if is_fp8 else ""
+            compiled = inspect(kernel, capability, f"{family}, {rows} rows, {kind}{cache}")
+            compiled.check(pipelined=compiled.kernel != "merge_parts")
+            yield compiled
     for dtype in ("bf16", "fp16", "fp32"):
         types = dict.fromkeys(cache_kernel._write.arg_names, "i32") | {"slots": "*i64"}
         types |= dict.fromkeys(("keys", "values", "key_cache", "value_cache"), f"*{dtype}")
@@ -113,6 +117,20 @@ def _rotated_write(capability: int, *, is_fp8: bool, has_norms: bool) -> Compile
     compiled = compile_kernel(kernel, capability, types, sizes)
     compiled.check()
     return compiled
+
+
+def _cases(capability: int) -> Iterator[tuple[str, tuple[int, str], bool]]:
+    """Yield families, rows and kinds of their batches, and whether over pages in FP8.
+
+    Every family has a chunk of a prompt. The other batches differ little between GPUs of the same
+    shared memory, and between pages.
+    """
+    for family, batch in product(SHAPES, BATCHES):
+        is_prompt = batch == PROMPT
+        if is_prompt or capability in OF_EACH_MEMORY or family in OF_EACH_GPU:
+            yield family, batch, False
+        if capability >= FP8_FROM and (is_prompt or family == OF_EACH_GPU[0]):
+            yield family, batch, True
 
 
 def _launched(

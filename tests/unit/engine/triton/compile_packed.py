@@ -41,6 +41,8 @@ def compile_all(capability: int) -> Iterator[Compiled]:
     tiles = list(packed_kernels._TILES)
     if capability in WITH_LARGE_TILES:
         tiles += packed_kernels._LARGE_TILES
+    else:
+        tiles = [few, most]
     for tile in tiles:
         yield _product(GPTQ, tile, capability)
     for form in (Q4_K, Q5_K, Q6_K, Q8_0):
