@@ -6,7 +6,7 @@ from typing import Any
 import triton.language as tl
 
 from services.engine.model.operators import low_rank_kernels
-from tests.unit.engine.triton.gpus import Compiled, compile_kernel
+from tests.unit.engine.triton.gpus import OF_EACH_MEMORY, Compiled, compile_kernel
 
 __all__ = ["compile_all"]
 
@@ -23,7 +23,9 @@ KNOWN = {
 
 def compile_all(capability: int) -> Iterator[Compiled]:
     """Yield both kernels for few and many rows, for each dtype, and for float32 scores."""
-    for name, dtype in DTYPES.items():
+    names = DTYPES if capability in OF_EACH_MEMORY else ("bf16",)
+    for name in names:
+        dtype = DTYPES[name]
         for tile_rows in (16, 64):
             shape: dict[str, Any] = {
                 "parts": 3,

@@ -6,11 +6,10 @@ from typing import Any
 from services.engine.model.operators import byte_products, packed_experts, packed_kernels
 from services.engine.model.operators.packed_weights import PackedForm
 from services.engine.model.operators.product_tiles import MOST_DIVIDED, ProductTile
-from tests.unit.engine.triton.gpus import SHARED_MEMORY, Compiled, compile_kernel
+from tests.unit.engine.triton.gpus import OF_EACH_MEMORY, SHARED_MEMORY, Compiled, compile_kernel
 
 __all__ = ["compile_all"]
 
-WITH_LARGE_TILES = (80, 90)
 HOPPER = 90
 TYPES = {
     **dict.fromkeys(("out", "rows", "bias", "biases"), "*bf16"),
@@ -39,13 +38,14 @@ def compile_all(capability: int) -> Iterator[Compiled]:
     """Yield the products of several forms, their decoding, and those of experts."""
     few, *_, most = packed_kernels._TILES
     tiles = list(packed_kernels._TILES)
-    if capability in WITH_LARGE_TILES:
+    forms: tuple[PackedForm, ...] = (Q4_K, Q5_K, Q6_K, Q8_0)
+    if capability in OF_EACH_MEMORY:  # which also have larger tiles
         tiles += packed_kernels._LARGE_TILES
     else:
-        tiles = [few, most]
+        tiles, forms = [few, most], (Q5_K, Q6_K)
     for tile in tiles:
         yield _product(GPTQ, tile, capability)
-    for form in (Q4_K, Q5_K, Q6_K, Q8_0):
+    for form in forms:
         for tile in (few, tiles[-1]):
             yield _product(form, tile, capability)
     for tile in packed_kernels._VALUE_TILES:

@@ -12,7 +12,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["DEPENDENT_FROM", "SHARED_MEMORY", "Compiled", "compile_kernel", "inspect"]
+__all__ = [
+    "DEPENDENT_FROM",
+    "OF_EACH_MEMORY",
+    "SHARED_MEMORY",
+    "Compiled",
+    "compile_kernel",
+    "inspect",
+]
 
 SHARED_MEMORY = {80: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a program may take, by compute capability.
@@ -22,6 +29,8 @@ of its generation (8.6) have 99 KB.
 """
 DEPENDENT_FROM = 90
 """Least compute capability with programmatic dependent launch"""
+OF_EACH_MEMORY = (80, 90)
+"""A compute capability with the least shared memory, and one with the most"""
 WEIGHTS = {"weight", "codes"}
 """Parameters that a kernel may read before those in front of it have ended"""
 _MOST_STACK = 128
