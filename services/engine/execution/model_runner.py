@@ -51,7 +51,7 @@ class StepCapacity:
 
 @dataclass(frozen=True, slots=True)
 class GraphExtent:
-    """What steps that run as graphs take at most, and the sizes of those with chunks."""
+    """Largest sizes of the steps that run as graphs, and all sizes of those with chunks."""
 
     tokens: int
     sequences: int

@@ -16,7 +16,7 @@ _ALLOWANCE = 0.01
 
 
 class DraftAccount:
-    """What drafts have cost and saved."""
+    """Time that drafts have taken and saved."""
 
     def __init__(self, lengths: DraftLengths) -> None:
         self._lengths = lengths

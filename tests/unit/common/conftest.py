@@ -9,7 +9,7 @@ import pytest
 LINES = 10_000
 """Different lines"""
 CODE = 7_500
-"""Those of code and prose"""
+"""Lines of code and prose among them"""
 
 
 @pytest.fixture(scope="session")

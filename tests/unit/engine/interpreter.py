@@ -46,7 +46,7 @@ def quick_kernels() -> Iterator[None]:
 
 
 class _PatchedLanguage:
-    """What the interpreter changes in triton.language, for all launches."""
+    """Changes of the interpreter to triton.language, made once for all launches."""
 
     def __init__(self, interpreter: Any) -> None:
         self._apply: Callable[[Any], Any] = interpreter._patch_lang

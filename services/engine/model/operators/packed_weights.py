@@ -17,6 +17,7 @@ from services.engine.model.checkpoint.quantized import (
     GroupNumbers,
     QuantizedWeight,
 )
+from services.engine.model.operators.code_planes import BYTE, FIVE_BITS, join_codes
 
 __all__ = [
     "TILE",
@@ -54,10 +55,8 @@ _GROUPS = (16, 32, 64, 128, 256)
 """Widths of groups of which a tile has one or more"""
 _AT_ONCE = 1 << 24
 """Number of codes that are packed at a time, to bound the memory"""
-_BYTE = 8
 _MOST_ZERO = 255
 _SMALL_BITS = 6
-_FIVE_BITS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class PackedForm:
     @property
     def width(self) -> int:
         """Number of inputs of a block, which lie in one group."""
-        return 16 if self.bits in (_FIVE_BITS, 6) or self.group == 16 else 32
+        return 16 if self.bits in (FIVE_BITS, 6) or self.group == 16 else 32
 
     @property
     def integers(self) -> int:
@@ -92,7 +91,7 @@ class PackedForm:
     @property
     def blocks_of_plane(self) -> int:
         """Number of blocks whose codes, or the lower 4 bits of them, lie in the same integers."""
-        return 4 if self.bits == _BYTE else 8
+        return 4 if self.bits == BYTE else 8
 
     @property
     def blocks_of_group(self) -> int:
@@ -256,7 +255,7 @@ class StoredCodes:
             rows = codes.rows[part] if codes.order is None else codes.rows[codes.order[part]]
             # A code of 5 bits without its lift has the middle of 5 bits in place of that of 6.
             layout = codes.layout
-            if self.form.bits == _FIVE_BITS:
+            if self.form.bits == FIVE_BITS:
                 layout = replace(layout, lift=0)
             unpacked = replace(codes, rows=rows.to(device), order=None, layout=layout).decode()
         return _in_blocks(unpacked, self.form)
@@ -418,9 +417,9 @@ def _are_small(levels: Tensor) -> bool:
 def _bits(weight: QuantizedWeight) -> int:
     """Return the bits of a code: 5 if the file stores so many."""
     codes = weight.codes
-    if isinstance(codes, Tensor) or sum(p.bits for p in codes.layout.planes) != _FIVE_BITS:
+    if isinstance(codes, Tensor) or sum(p.bits for p in codes.layout.planes) != FIVE_BITS:
         return weight.bits
-    return _FIVE_BITS
+    return FIVE_BITS
 
 
 def _zeros(scales: GroupNumbers, offsets: GroupNumbers) -> Tensor | None:
@@ -466,38 +465,5 @@ def _repeated(factors: Tensor, rows: int) -> Tensor:
 def _in_blocks(codes: Tensor, form: PackedForm) -> Tensor:
     """Pack codes, uint8 [outputs, inputs], to int32 [tiles, outputs, integers]."""
     outputs, inputs = codes.shape
-    whole = pad(codes, (0, -inputs % TILE)).view(outputs, -1, TILE // form.width, form.width)
-    if form.bits == _BYTE:
-        planes = [_plane(whole, 4, range(0, 32, 8))]
-    else:
-        planes = [_plane(whole & 15, 8, range(0, 32, 4))]
-        if form.bits == _FIVE_BITS:
-            planes.append(_half_plane(whole >> 4))
-        elif form.bits > 4:
-            planes.append(_plane(whole >> 4, 16, range(0, 32, 2)))
-    return torch.cat(planes, dim=2).transpose(0, 1)
-
-
-def _plane(codes: Tensor, blocks: int, places: range) -> Tensor:
-    """Join codes [outputs, tiles, n, width] of `blocks` blocks each: [outputs, tiles, integers].
-
-    Blocks with even numbers lie in the lower halves of the integers, the others in the upper ones.
-    places: first bits of the codes in an integer.
-    """
-    outputs, tiles, _, width = codes.shape
-    order = torch.tensor(places, device=codes.device).view(2, -1).T.flatten()
-    parts = codes.view(outputs, tiles, -1, blocks, width).to(torch.int32)
-    joined = (parts << order.to(torch.int32)[:, None]).sum(dim=3, dtype=torch.int32)
-    return joined.view(outputs, tiles, -1)
-
-
-def _half_plane(bits: Tensor) -> Tensor:
-    """Join a bit of each code [outputs, tiles, 16, width] to int32 [outputs, tiles, width / 2].
-
-    16 bits hold the bits of an input of each block: those of even blocks in the lower byte.
-    """
-    outputs, tiles, blocks, width = bits.shape
-    halves = bits.view(outputs, tiles, blocks // 2, 2, width)
-    places = torch.arange(_BYTE, dtype=torch.uint8, device=bits.device)[:, None, None]
-    bytes_ = (halves << places).sum(dim=2, dtype=torch.uint8)
-    return bytes_.transpose(2, 3).flatten(2).view(torch.int32)
+    blocks = pad(codes, (0, -inputs % TILE)).view(outputs, -1, form.blocks, form.width)
+    return join_codes(blocks, form.bits).transpose(0, 1)

@@ -51,7 +51,7 @@ class UnrotatedHeads:
     """[head_dim], RMSNorm before the rotation; None: there is none, and none of the keys"""
     key_norm: Tensor | None
     epsilon: float
-    """That of the norms"""
+    """Epsilon of both norms"""
 
 
 class Rotary:

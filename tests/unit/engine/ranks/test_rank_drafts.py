@@ -37,7 +37,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineSetting
 def by_two(
     engines: dict[str, EngineSettings], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Answers]:
-    """What `answer` returns of each engine on two ranks."""
+    """Answers of each engine on two ranks."""
     out = tmp_path_factory.mktemp("answers") / "answers.json"
     [port] = free_ports(1)
     context = multiprocessing.get_context("spawn")
