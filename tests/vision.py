@@ -41,6 +41,7 @@ WHOLE = {
     "gemma3n": Whole("gemma3n", "<image_soft_token>", {"image_seq_length": 4}),
     "gemma4": Whole("gemma4", "<|image|>", {}),
     "gemma4, images see ahead": Whole("gemma4", "<|image|>", {}),
+    "gemma4 unified": Whole("gemma4 unified", "<|image|>", {}),
     "idefics3": Whole("idefics3", "<image>", _IDEFICS),
     "smolvlm": Whole("smolvlm", "<image>", _IDEFICS),
     "qwen2 vl": Whole("qwen2_vl", "<|image_pad|>", {}),
@@ -73,7 +74,8 @@ def write_whole(directory: Path, name: str) -> Path:
         config.boi_token_id = tokenizer.token_to_id("<start_of_image>")
         config.eoi_token_id = tokenizer.token_to_id("<end_of_image>")
     if name.startswith("gemma4"):
-        text.vocab_size_per_layer_input = text.vocab_size
+        if name != "gemma4 unified":
+            text.vocab_size_per_layer_input = text.vocab_size
         config.boi_token_id = tokenizer.token_to_id("<|image>")
         config.eoi_token_id = tokenizer.token_to_id("<image|>")
     make_checkpoint(directory, config)

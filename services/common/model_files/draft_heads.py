@@ -15,4 +15,4 @@ def is_eagle_name(architecture: str) -> bool:
 
 def is_assistant_name(architecture: str) -> bool:
     """Return whether an architecture is that of an assistant of Gemma 4."""
-    return architecture == "Gemma4AssistantForCausalLM"
+    return architecture in ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")

@@ -22,6 +22,7 @@ from services.engine.model.checkpoint.assistant_config import (
     Clusters,
     assistant_clusters,
     assistant_text,
+    assistant_width,
 )
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.progress import LoadProgress
@@ -150,7 +151,7 @@ def load_assistant(directory: Path, target: Decoder, kv_dtype: str) -> Assistant
     """
     config = Checkpoint.config(directory)
     whole = target.spec
-    width = config.positive("backbone_hidden_size", 1536)
+    width = assistant_width(config)
     if not whole.family.is_gemma4:
         raise CheckpointError(f"it drafts for Gemma 4, and the model is {whole.architecture}.")
     if not target.runs_alone:

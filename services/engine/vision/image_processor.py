@@ -10,6 +10,7 @@ from transformers import AutoImageProcessor, PreTrainedConfig
 
 from services.common.images import ImageError
 from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.vision.gemma4_unified import Gemma4UnifiedImageProcessorPil
 from services.engine.vision.tower import reason_of
 
 __all__ = ["ImageProcessor"]
@@ -21,7 +22,7 @@ _SAMPLE = Image.new("RGB", (64, 48))
 
 
 class ImageProcessor:
-    """The PIL processor of transformers that the checkpoint's settings name."""
+    """The PIL processor of transformers that the checkpoint's settings name, or ours."""
 
     def __init__(self, processor: Any, token_edge: int | None) -> None:
         """token_edge: pixels of a token's edge in Pixtral's tower; None for other towers."""
@@ -36,9 +37,7 @@ class ImageProcessor:
         Raises CheckpointError, among others for settings with which it can't process an image.
         """
         try:
-            processor = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
-                directory, backend="pil", local_files_only=True, trust_remote_code=False
-            )
+            processor = _processor(directory, config)
             processor.do_pan_and_scan = False  # like `Gemma3Processor`, for any file
             loaded = cls(processor, _token_edge(config))
             loaded.pixels(_SAMPLE)
@@ -56,6 +55,14 @@ class ImageProcessor:
             reason = str(error).rstrip(".")
             raise ImageError(f"The model can't take the image: {reason}.") from None
         return {key: torch.as_tensor(output[key]) for key in _TENSORS if key in output}
+
+
+def _processor(directory: Path, config: PreTrainedConfig) -> Any:
+    if config.model_type == "gemma4_unified":
+        return Gemma4UnifiedImageProcessorPil.from_pretrained(directory, local_files_only=True)
+    return AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+        directory, backend="pil", local_files_only=True, trust_remote_code=False
+    )
 
 
 def _token_edge(config: PreTrainedConfig) -> int | None:

@@ -19,8 +19,14 @@ __all__ = ["load_tower", "reason_of"]
 
 _OTHERS = ("language_model", "text_model", "audio_tower", "embed_audio")
 """Parts of models that encode no images"""
-_OLD_NAMES = (("vision_tower.", "vision_tower.vision_model."),)
-"""Parts of parameters' names, and their forms in files of transformers before release 5"""
+_FILE_NAMES = (
+    ("vision_tower.", "vision_tower.vision_model."),
+    ("embed_vision.patch_", "vision_embedder.patch_"),
+    ("embed_vision.pos_", "vision_embedder.pos_"),
+    ("embed_vision.multimodal_embedder.", "embed_vision."),
+)
+"""Beginnings of parameters' names, and their forms in files of transformers before release 5 and of
+Gemma 4 Unified"""
 _BUFFERS = ("*.position_ids", "*.inv_freq")
 """Tensors in old files whose values follow from config.json"""
 
@@ -96,7 +102,7 @@ def _read(
 
 def _stored_name(checkpoint: Checkpoint, name: str) -> str:
     """Return the name under which the files hold a parameter, `name` itself if they lack it."""
-    names = [name, *(name.replace(new, old, 1) for new, old in _OLD_NAMES if name.startswith(new))]
+    names = [name, *(name.replace(new, old, 1) for new, old in _FILE_NAMES if name.startswith(new))]
     return next(
         (full for each in names for full in (each, f"model.{each}") if checkpoint.holds(full)), name
     )

@@ -30,6 +30,7 @@ _READERS: Mapping[str, _Reader] = {
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Gemma3nForConditionalGeneration": read_gemma3n,
     "Gemma4ForConditionalGeneration": read_gemma4,
+    "Gemma4UnifiedForConditionalGeneration": read_gemma4,
     "Idefics3ForConditionalGeneration": read_idefics3,
     "LlavaForConditionalGeneration": _read_llava_or_pixtral,
     "Mistral3ForConditionalGeneration": read_pixtral,

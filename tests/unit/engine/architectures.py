@@ -27,6 +27,7 @@ from transformers.integrations.heterogeneity.configuration_utils import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from services.common.model_files.draft_heads import is_draft_head
 from services.engine.execution.model_loader import load_any_model
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
@@ -135,7 +136,7 @@ class Finding:
 
     name: str
     code: str
-    """native, transformers, refused, wrong, or failed: it could not be tried"""
+    """native, transformers, draft, refused, wrong, or failed: it could not be tried"""
     reason: str = ""
     """Why it is not served"""
     difference: float = 0.0
@@ -174,6 +175,8 @@ def survey(name: str, model_type: str, code: str = "auto") -> Finding:
 
     Families of ours are compared with it by their own tests, in several shapes.
     """
+    if is_draft_head(name):
+        return Finding(name, "draft")
     if code == "auto" and _has_row(name):
         return Finding(name, "native")
     with tempfile.TemporaryDirectory() as folder:
@@ -312,6 +315,8 @@ def page_of(findings: Sequence[Finding]) -> str:
     for title, code in (("Native", "native"), ("On transformers' code", "transformers")):
         names = ", ".join(f"`{each.name}`" for each in of_code[code])
         lines += ["", f"## {title}", f"{len(of_code[code])}: {names}"]
+    drafts = ", ".join(f"`{each.name}`" for each in findings if each.code == "draft")
+    lines += ["", "## As draft heads", f"`--draft` takes these beside their model: {drafts}"]
     reasons: dict[str, list[str]] = {}
     for each in findings:
         if each.code in ("refused", "wrong"):

@@ -9,6 +9,9 @@ from transformers import (
     Gemma4AssistantConfig,
     Gemma4AssistantForCausalLM,
     Gemma4TextConfig,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedAssistantForCausalLM,
+    Gemma4UnifiedTextConfig,
     PreTrainedModel,
 )
 
@@ -16,13 +19,27 @@ from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.files import make_checkpoint
 
 VOCABULARY = 96
+UNIFIED = "gemma4 unified"
+_WITHOUT_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+_CLASSES: tuple[Any, Any, Any] = (
+    Gemma4TextConfig,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+)
+_UNIFIED_CLASSES: tuple[Any, Any, Any] = (
+    Gemma4UnifiedTextConfig,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedAssistantForCausalLM,
+)
 
 
-def target_config(family: str) -> Gemma4TextConfig:
+def target_config(family: str) -> Gemma4TextConfig | Gemma4UnifiedTextConfig:
     """Return the config of a Gemma 4 whose number of ids clusters divide."""
     values = CONFIGS[family].to_dict()
-    sizes = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
-    return Gemma4TextConfig(**{**values, **sizes})
+    sizes = {"vocab_size": VOCABULARY}
+    if family == UNIFIED:
+        return Gemma4UnifiedTextConfig(**{**values, **sizes})
+    return Gemma4TextConfig(**{**values, **sizes, "vocab_size_per_layer_input": VOCABULARY})
 
 
 def make_target(directory: Path, family: str = "gemma4, shared keys") -> PreTrainedModel:
@@ -38,7 +55,7 @@ def make_assistant(
     backbone: int = 0,
     vocabulary: int = 0,
     head_dim: int = 0,
-) -> Gemma4AssistantForCausalLM:
+) -> PreTrainedModel:
     """Write an assistant for a target of `make_target`.
 
     ordered: it computes the logits of some clusters of ids. backbone, vocabulary, head_dim: values
@@ -48,7 +65,9 @@ def make_assistant(
     kinds = list(target.layer_types or ())
     narrow = target.per_layer_config[kinds.index("sliding_attention")]
     full = target.per_layer_config[kinds.index("full_attention")]
-    text = Gemma4TextConfig(  # type: ignore[call-arg]
+    is_unified = family == UNIFIED
+    text_config, whole_config, kind = _UNIFIED_CLASSES if is_unified else _CLASSES
+    text = text_config(
         vocab_size=vocabulary or target.vocab_size,
         hidden_size=32,
         intermediate_size=64,
@@ -62,12 +81,11 @@ def make_assistant(
         attention_k_eq_v=target.attention_k_eq_v,
         sliding_window=target.sliding_window,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-        hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=0,
         max_position_embeddings=target.max_position_embeddings,
         initializer_range=0.1,
+        **{} if is_unified else _WITHOUT_INPUTS,
     )
-    config = Gemma4AssistantConfig(
+    config = whole_config(
         text_config=text,
         backbone_hidden_size=backbone or target.hidden_size,
         use_ordered_embeddings=ordered,
@@ -76,7 +94,7 @@ def make_assistant(
     )
     torch.manual_seed(9)
     config._attn_implementation = "eager"
-    model = Gemma4AssistantForCausalLM(config)
+    model: PreTrainedModel = kind(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):

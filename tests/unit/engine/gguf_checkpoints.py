@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "gemma3n_text": MODEL_ARCH.GEMMA3N,
     "gemma4_text": MODEL_ARCH.GEMMA4,
+    "gemma4_unified_text": MODEL_ARCH.GEMMA4,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "olmoe": MODEL_ARCH.OLMOE,
     "cohere": MODEL_ARCH.COMMAND_R,
@@ -154,6 +155,7 @@ _LIGHTNING = {
     "qkv_proj": "attn_qkv",
 }
 """Names of lightning attention's modules, which this version of the package lacks"""
+_GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 _WITHOUT_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
 _WITHOUT_OFFSET = ("gemma2", "gemma3_", "minimax_m3", "qwen3_5", "qwen3_next", "nemotron")
 """Families to whose norms the converter adds 1"""
@@ -525,7 +527,7 @@ def _tiled(rows: Tensor, groups: int, heads: int) -> Tensor:
 
 
 def _write_metadata(writer: GGUFWriter, config: Any) -> None:
-    if config.model_type == "gemma4_text":  # has values of each layer, which attributes hide
+    if config.model_type in _GEMMA4:  # has values of each layer, which attributes hide
         config = SimpleNamespace(**config.to_dict())
     if config.model_type in _WITHOUT_ATTENTION:
         _write_recurrent(writer, config)
@@ -555,7 +557,7 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         _write_unsplit_latent(writer, config)
     elif hasattr(config, "kv_lora_rank"):
         _write_latent(writer, config)
-    if config.model_type == "gemma4_text":
+    if config.model_type in _GEMMA4:
         _write_gemma4(writer, config)
     if config.model_type == "gemma3n_text":
         _write_gemma3n(writer, config)
@@ -823,7 +825,7 @@ def _write_gemma4(writer: GGUFWriter, config: Any) -> None:
     shared, layers = config.num_kv_shared_layers, config.num_hidden_layers
     writer.add_sliding_window_pattern(has_window)
     writer.add_shared_kv_layers(shared)
-    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_embedding_length_per_layer_input(getattr(config, "hidden_size_per_layer_input", 0))
     whole = next(iter(config.per_layer_config.values()))
     writer.add_key_length(whole["head_dim"])
     writer.add_value_length(whole["head_dim"])

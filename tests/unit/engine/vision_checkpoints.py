@@ -21,6 +21,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedTextConfig,
     Idefics3Config,
     LlamaConfig,
     LlavaConfig,
@@ -63,6 +65,7 @@ from tests.unit.engine.checkpoints.shapes import (
     VOCABULARY,
     WIDE,
 )
+from tests.unit.engine.gemma4_unified import Gemma4UnifiedImageProcessor
 
 __all__ = [
     "IMAGE_TOKEN",
@@ -148,6 +151,23 @@ def _gemma4(text: dict[str, Any], tower: dict[str, Any]) -> VisionModel:
         "max_soft_tokens": 70,
     }
     return VisionModel(config, Gemma4ImageProcessorPil(**settings))
+
+
+def _gemma4_unified() -> VisionModel:
+    """Return a Gemma 4 Unified whose images have up to 70 tokens, many more than a window's."""
+    vision = {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 80}
+    config = Gemma4UnifiedConfig(
+        text_config=Gemma4UnifiedTextConfig(**GEMMA4 | {"max_position_embeddings": 512}),
+        vision_config={**vision, "output_proj_dims": 32, "initializer_range": 0.2},
+        audio_config={"audio_embed_dim": 16},
+        image_token_id=IMAGE_TOKEN,
+        boi_token_id=91,
+        eoi_token_id=92,
+        video_token_id=VOCABULARY,  # no text has these tokens
+        audio_token_id=VOCABULARY + 1,
+    )
+    settings: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    return VisionModel(config, Gemma4UnifiedImageProcessor(**settings))
 
 
 class _TimmTower(PreTrainedModel):
@@ -255,6 +275,7 @@ VISION_MODELS: dict[str, VisionModel] = {
         {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3, "pad_token_id": 5},
         {"use_clipped_linears": True},
     ),
+    "gemma4 unified": _gemma4_unified(),
     "gemma4, images see ahead": _gemma4(
         {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
         {"standardize": True},

@@ -6,7 +6,7 @@ from services.common.json_values import Json
 from services.common.model_files.draft_heads import is_assistant_name
 from services.engine.model.checkpoint.config import CheckpointError, Config
 
-__all__ = ["Clusters", "assistant_clusters", "assistant_text", "is_assistant"]
+__all__ = ["Clusters", "assistant_clusters", "assistant_text", "assistant_width", "is_assistant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,17 @@ def assistant_text(config: Config) -> dict[str, Json]:
     return {
         "dtype": dtype,
         **config.section("text_config").values,
-        "architectures": ["Gemma4ForCausalLM"],
+        "architectures": [_text_architecture(config)],
         "final_logit_softcapping": None,
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
         "tie_word_embeddings": True,
     }
+
+
+def assistant_width(config: Config) -> int:
+    """Return the width of the hidden states that an assistant reads."""
+    return config.positive("backbone_hidden_size", 3840 if _is_unified(config) else 1536)
 
 
 def assistant_clusters(config: Config, vocab_size: int) -> Clusters | None:
@@ -56,3 +61,11 @@ def assistant_clusters(config: Config, vocab_size: int) -> Clusters | None:
             f"{vocab_size} ids."
         )
     return Clusters(count, chosen)
+
+
+def _text_architecture(config: Config) -> str:
+    return "Gemma4UnifiedForCausalLM" if _is_unified(config) else "Gemma4ForCausalLM"
+
+
+def _is_unified(config: Config) -> bool:
+    return any(name.startswith("Gemma4Unified") for name in config.texts("architectures"))

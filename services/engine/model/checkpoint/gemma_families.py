@@ -22,6 +22,51 @@ _GEMMA = TensorNames(
 _SHARED_KEYS = tuple(f"*.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
 """Tensors that files may hold for layers that share the keys of earlier ones"""
 
+_GEMMA4 = Family(
+    "Gemma4ForCausalLM",
+    names=replace(
+        _GEMMA,
+        ignored=_SHARED_KEYS,
+        experts=ExpertTensorNames(
+            router="router.proj",
+            gate=("experts.gate_up_proj",),
+            down="experts.down_proj",
+            module="",
+        ),
+    ),
+    keys={"hidden_act": "hidden_activation"},
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_size_per_layer_input": 256,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 1,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    },
+    reads_attention_bias=True,
+    qk_norm=QkNorm.HEAD,
+    windows=WindowRule.PATTERN,
+    is_gemma4=True,
+    local_rotary=True,
+    scaled_embedding=True,
+    reads_soft_caps=True,
+)
+
 GEMMA_FAMILIES: tuple[Family, ...] = (
     Family(
         "GemmaForCausalLM",
@@ -153,48 +198,15 @@ GEMMA_FAMILIES: tuple[Family, ...] = (
         scaled_embedding=True,
         reads_soft_caps=True,
     ),
-    Family(
-        "Gemma4ForCausalLM",
-        names=replace(
-            _GEMMA,
-            ignored=_SHARED_KEYS,
-            experts=ExpertTensorNames(
-                router="router.proj",
-                gate=("experts.gate_up_proj",),
-                down="experts.down_proj",
-                module="",
-            ),
-        ),
-        keys={"hidden_act": "hidden_activation"},
+    _GEMMA4,
+    replace(
+        _GEMMA4,
+        architecture="Gemma4UnifiedForCausalLM",
         defaults={
-            "hidden_activation": "gelu_pytorch_tanh",
-            "global_head_dim": 512,
-            "head_dim": 256,
-            "hidden_size_per_layer_input": 256,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "query_pre_attn_scalar": 1,
-            "rope_parameters": {
-                "full_attention": {
-                    "partial_rotary_factor": 0.25,
-                    "rope_theta": 1e6,
-                    "rope_type": "proportional",
-                },
-                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
-            },
-            "sliding_window": 512,
-            "sliding_window_pattern": 6,
-            "tie_word_embeddings": True,
-            "vocab_size": 262144,
-            "vocab_size_per_layer_input": 262144,
+            **_GEMMA4.defaults,
+            "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 262144,
+            "sliding_window": 1024,
         },
-        reads_attention_bias=True,
-        qk_norm=QkNorm.HEAD,
-        windows=WindowRule.PATTERN,
-        is_gemma4=True,
-        local_rotary=True,
-        scaled_embedding=True,
-        reads_soft_caps=True,
     ),
 )

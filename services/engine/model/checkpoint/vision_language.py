@@ -14,6 +14,7 @@ from services.engine.model.checkpoint.shared_names import MIXTRAL_EXPERTS
 __all__ = ["VISION_LANGUAGE", "VisionLanguage"]
 
 _SECTION = "text_config"
+_SIGHT_KEY = "use_bidirectional_attention"
 
 _COHERE2: JsonObject = {
     "vocab_size": 256000,
@@ -108,6 +109,8 @@ class VisionLanguage:
     """Value of `Family.has_modal_tokens`"""
     image_sight: ImageSight = ImageSight.NONE
     """Sight of the images; WINDOWS counts only if use_bidirectional_attention is "vision" """
+    default_sight: str = "none"
+    """Value of use_bidirectional_attention where text_config lacks the key"""
 
     def family(self, config: Config) -> Family:
         """Return the family of the decoder that `config` describes. Raises CheckpointError."""
@@ -153,7 +156,10 @@ class VisionLanguage:
         """Return the sight of images that `config` asks for."""
         if self.image_sight is not ImageSight.WINDOWS:
             return self.image_sight
-        asked = config.section(_SECTION).text("use_bidirectional_attention", "none")
+        text = config.section(_SECTION)
+        # null means none, whatever the default is
+        default = "none" if _SIGHT_KEY in text.values else self.default_sight
+        asked = text.text(_SIGHT_KEY, default)
         return self.image_sight if asked == "vision" else ImageSight.NONE
 
     def _decoder(self, config: Config) -> tuple[Family, JsonObject]:
@@ -238,6 +244,15 @@ _GEMMA4 = VisionLanguage(
     vision=("model.vision_tower.*", "model.embed_vision.*"),
     others=("model.audio_tower.*", "model.embed_audio.*"),
     image_sight=ImageSight.WINDOWS,
+)
+
+_GEMMA4_UNIFIED = replace(
+    _GEMMA4,
+    architecture="Gemma4UnifiedForConditionalGeneration",
+    decoder=FAMILIES["Gemma4UnifiedForCausalLM"],
+    vision=("model.vision_embedder.*", "model.embed_vision.*"),
+    others=("model.embed_audio.*",),
+    default_sight="vision",
 )
 
 _KIMI_K25 = VisionLanguage(
@@ -336,6 +351,7 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
         ),
         _GEMMA3N,
         _GEMMA4,
+        _GEMMA4_UNIFIED,
         _COHERE2_VISION,
         _KIMI_K25,
         _PUBLISHED_MINIMAX_M3,

@@ -14,6 +14,7 @@ from transformers import (
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GemmaConfig,
     Glm4Config,
     GlmConfig,
@@ -130,6 +131,13 @@ DENSE: dict[str, PreTrainedConfig] = {
         num_experts=5,
         top_k_experts=2,
         moe_intermediate_size=32,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma4 unified": Gemma4UnifiedTextConfig(  # type: ignore[call-arg]
+        **GEMMA4,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        use_bidirectional_attention="vision",
         final_logit_softcapping=5.0,
     ),
     "gemma3n": Gemma3nTextConfig(

@@ -12,6 +12,7 @@ from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from tests.unit.engine.assistant import (
+    UNIFIED,
     VOCABULARY,
     expected_logits,
     make_assistant,
@@ -32,7 +33,7 @@ def load_target(path: Path) -> Decoder:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("family", ["gemma4, shared keys", "gemma4, experts"])
+@pytest.mark.parametrize("family", ["gemma4, shared keys", "gemma4, experts", UNIFIED])
 def test_logits_are_those_of_transformers(family: str, ordered: bool, tmp_path: Path) -> None:
     target = make_target(tmp_path / "model", family)
     assistant = make_assistant(tmp_path / "assistant", family, ordered=ordered)

@@ -135,7 +135,14 @@ FAMILIES = {
         *("llama", "llama, tied", "llama, biases", "llama, multi-head attention"),
         *("llama, wide heads", "llama, llama3 rope", "llama, linear rope", "llama, yarn rope"),
         *("mistral", "qwen2, tied", "phi3", "phi3, long", "phi3, short", "olmo2", "granite"),
-        *("gemma4, shared keys", "gemma4, experts", "gpt2", "qwen3", "qwen3, tied"),
+        *(
+            "gemma4, shared keys",
+            "gemma4, experts",
+            "gemma4 unified",
+            "gpt2",
+            "qwen3",
+            "qwen3, tied",
+        ),
         *("qwen3.5", "qwen3.5 moe", "qwen3 next"),
         *("falcon h1, gated norms", "granite moe, shared"),
         *(

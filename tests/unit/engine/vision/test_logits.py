@@ -91,6 +91,16 @@ class Models:
                     given["token_type_ids"] = kinds
                 case "gemma4" | "qwen2" | "qwen3":
                     given["mm_token_type_ids"] = kinds
+        if whole.config.model_type == "gemma4_unified":
+            # forward lets images see ahead in all layers, unlike Google's code, and unlike these
+            given["attention_mask"] = whole.create_masks_for_generate(
+                config=whole.config,
+                inputs_embeds=torch.empty(1, len(ids), 0),
+                attention_mask=None,
+                cache=None,
+                position_ids=None,
+                mm_token_type_ids=given.get("mm_token_type_ids"),
+            )
         logits: Tensor = whole(input_ids=tokens, **given).logits[0]
         return logits.log_softmax(-1)
 

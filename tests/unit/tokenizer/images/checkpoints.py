@@ -140,6 +140,13 @@ KINDS: dict[str, Kind] = {
         "<|image|>",
         "<|image|>",
     ),
+    "gemma4 unified": Kind(
+        "Gemma4UnifiedForConditionalGeneration",
+        _GEMMA4_TOKENS,
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 140},
+        "<|image|>",
+        "<|image|>",
+    ),
     "idefics3": Kind(
         "Idefics3ForConditionalGeneration",
         _IDEFICS_TOKENS,

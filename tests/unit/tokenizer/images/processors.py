@@ -146,6 +146,7 @@ _PROCESSORS: Mapping[str, Callable[[Kind, Any, str, _Images], Any]] = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "Gemma3nForConditionalGeneration": _gemma3n,
     "Gemma4ForConditionalGeneration": _gemma4,
+    "Gemma4UnifiedForConditionalGeneration": _gemma4,
     "Idefics3ForConditionalGeneration": _idefics3,
     "SmolVLMForConditionalGeneration": _smolvlm,
     "Qwen2VLForConditionalGeneration": _qwen(Qwen2VLProcessor),

@@ -215,6 +215,27 @@ def test_text_is_served_from_a_file_with_other_tensors(
     torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("text", "see_ahead"),
+    [
+        ({}, True),
+        ({"use_bidirectional_attention": "vision"}, True),
+        ({"use_bidirectional_attention": None}, False),
+    ],
+)
+def test_images_of_gemma4_unified_see_ahead_unless_the_file_denies_it(
+    text: dict[str, Json], see_ahead: bool
+) -> None:
+    """Files may lack the key, whose default in transformers is not that of Gemma 4."""
+    values: dict[str, Any] = CONFIGS["gemma4 unified"].to_dict()
+    del values["use_bidirectional_attention"]
+    whole: dict[str, Json] = {
+        "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        "text_config": values | text,
+    }
+    assert ModelSpec.from_config(whole).images_see_ahead == see_ahead
+
+
 def test_table_that_lacks_marks_of_images_is_refused() -> None:
     """A mark without a row would have the embedding of another one."""
     config: Any = {
