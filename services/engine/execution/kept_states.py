@@ -78,12 +78,12 @@ class KeptStates:
         if wanted is None and decodes:
             rows = torch.cat([each[:decodes] for each in tapped], dim=1)
             for sequence, row in zip(plan.decodes, rows[:, None].unbind(), strict=True):
-                firsts[sequence] = self._add(sequence, sequence.length - 1, row, share)
+                firsts[sequence] = self._add(sequence, _newest(sequence), row, share)
         elif wanted:
             for i, sequence in enumerate(plan.decodes):
                 if sequence in wanted:
                     row = torch.cat([each[i : i + 1] for each in tapped], dim=1)
-                    firsts[sequence] = self._add(sequence, sequence.length - 1, row, share)
+                    firsts[sequence] = self._add(sequence, _newest(sequence), row, share)
         end = decodes
         for chunk in plan.chunks:
             start, end = end, end + chunk.count
@@ -119,3 +119,8 @@ class KeptStates:
         if kept.count > most:
             kept.cut_start(start + rows.shape[0] - most)
         return kept.start
+
+
+def _newest(sequence: TokenSequence) -> int:
+    """Return the index of the newest token, which may be in flight."""
+    return sequence.length + sequence.in_flight - 1

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from services.engine.execution.model_runner import ModelRunner
 from services.engine.loop import refusals
+from services.engine.loop.draws import HeldLogits
 from services.engine.loop.request_table import RequestTable
-from services.engine.loop.step_sampler import HeldLogits, StepSampler
+from services.engine.loop.step_sampler import StepSampler
 from services.engine.messages import Score
 from services.engine.sampling.adjustments import adjust
 from services.engine.sampling.score import score

@@ -25,16 +25,19 @@ class DraftMaker:
         self._drafter = drafter
         self._model = model
 
-    def make(self, *, constrained: bool) -> None:
+    @property
+    def await_tokens(self) -> bool:
+        """True if drafts of the next step depend on tokens that are in flight."""
+        return self._drafter.awaits_tokens
+
+    def make(self, *, constrained: bool) -> bool:
         """Have the draft model make tokens where they are expected to save time.
 
         constrained: make tokens that need masks, or all others. The output does not depend on the
-        draft model, so its failure ends the drafts alone.
+        draft model, so its failure ends the drafts alone. Returns False if that took no time.
         """
-        if self._model is None:
-            return
-        if not self._drafter.is_model_due:
-            return
+        if self._model is None or not self._drafter.is_model_due:
+            return False
         began = self._model.host_clock()
         parts = self._drafter.plan_model(constrained=constrained)
         passes = 0.0
@@ -43,10 +46,11 @@ class DraftMaker:
                 made = self._model.make(parts)
             except Exception:
                 self._give_up()
-                return
+                return True
             self._drafter.take_made(parts, made)
             passes = sum(each.seconds for each in made.passes)
         self._drafter.add_overhead(self._model.host_clock() - began - passes)
+        return True
 
     def wants_states(self, plan: StepPlan) -> Collection[TokenSequence] | None:
         """Return the sequences of a step whose hidden states a head will read; None = all."""
@@ -86,3 +90,4 @@ class DraftMaker:
         """End the drafts after an exception, which is logged."""
         _LOG.exception("the draft model failed; the engine goes on without it")
         self._model = None
+        self._drafter.end_model()

@@ -6,10 +6,8 @@ import torch
 
 from services.engine.batch.transfer import Mark
 from services.engine.execution.batch_builder import DeviceTokens
-from services.engine.loop.step_sampler import (
-    LaunchedDraws,
-    PromptResults,
-)
+from services.engine.loop.draws import LaunchedDraws
+from services.engine.loop.step_sampler import PromptResults
 from services.engine.scheduling.step_plan import StepPlan
 
 __all__ = ["StepInFlight"]
@@ -35,9 +33,17 @@ class StepInFlight:
         return bool(self.launched or self.results.scores or self.results.scored)
 
     @property
+    def verifies_drafts(self) -> bool:
+        """True if sequences that otherwise run ahead wait for tokens, which verify their drafts."""
+        return any(
+            launched.held and launched.draws[0].sequence.request.runs_ahead
+            for launched in self.launched
+        )
+
+    @property
     def drawn(self) -> DeviceTokens | None:
         """Newest tokens of the step's sequences on the device, for the next step to read."""
-        continuing = [launched for launched in self.launched if launched.held is None]
+        continuing = [launched for launched in self.launched if not launched.held]
         if not continuing:
             return None
         draws = [draw for launched in continuing for draw in launched.draws]

@@ -10,29 +10,23 @@ from pathlib import Path
 
 from torch import Tensor
 
-from services.engine.batch.transfer import Mark, copy_rows, rows_of
+from services.engine.batch.transfer import Mark
 from services.engine.execution.batch_builder import DeviceTokens
 from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.model_runner import ModelRunner
 from services.engine.loop import refusals
 from services.engine.loop.beam_draws import BeamDraws
-from services.engine.loop.draft_counts import draft_counts
 from services.engine.loop.draft_maker import DraftMaker
+from services.engine.loop.draws import Draw, HeldLogits, LaunchedDraws
+from services.engine.loop.load import load_of
 from services.engine.loop.prompt_pooling import PromptPooling
 from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.loop.step_in_flight import StepInFlight
-from services.engine.loop.step_sampler import (
-    Draw,
-    HeldLogits,
-    LaunchedDraws,
-    PromptResults,
-    StepSampler,
-)
+from services.engine.loop.step_sampler import PromptResults, StepSampler
 from services.engine.messages import (
     AdapterLoaded,
     Command,
     LoadAdapter,
-    LoadSnapshot,
     SetEncoding,
     StepOutput,
     UnloadAdapter,
@@ -59,7 +53,8 @@ class StepLoop:
     draws, the logits are held: a draw with penalties or mirostat is launched once the host has the
     token in front, and a constrained draw once its mask has come. Both happen while the device
     computes, so that the sequence still joins the next step. If a mask comes later, only its
-    sequence misses that step.
+    sequence misses that step. Drafts follow from tokens on the host: where they are due, the loop
+    takes the tokens of the step in flight before it plans the next one.
 
     A sequence that has ended meanwhile still has a row in the next step, whose result is dropped.
     Its blocks are free at once nevertheless, because a step that reuses them is launched later, and
@@ -78,8 +73,8 @@ class StepLoop:
         pooler: Pooler | None = None,
         draft: DraftModel | None = None,
     ) -> None:
-        """overlaps: launch a step before the tokens of the previous step are on the host. This has
-        no effect with speculation, because draft tokens depend on those tokens.
+        """overlaps: launch a step before the tokens of the previous step are on the host, as long
+        as no draft depends on them.
 
         isolates: repeat a step that raises sequence by sequence, and fail only the requests that
         raise again. This is impossible with several ranks, which wait in the middle of the step.
@@ -89,7 +84,7 @@ class StepLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._overlaps = overlaps and not scheduler.limits.speculates
+        self._overlaps = overlaps
         self._drafts = DraftMaker(scheduler.drafter, draft)
         self._isolates = isolates
         self._requests = RequestTable(scheduler, limits, clock)
@@ -157,10 +152,12 @@ class StepLoop:
         for number in self._runner.ready_adapters():
             self._requests.report(self._insert_adapter(number))
         self._requests.cut_starved()
-        self._drafts.make(constrained=False)
         started = self._clock()
         if self._overlaps:
             self._launch_held(started)
+        has_landed = self._land()
+        if self._drafts.make(constrained=False):
+            started = self._clock()
         plan = self._scheduler.plan(started)
         self.had_prompts = bool(plan.chunks)
         if plan.is_empty and self._in_flight is not None and not self._in_flight.has_results:
@@ -168,7 +165,7 @@ class StepLoop:
             self._progressed = False
             return self.take_output()
         self._previous, self._in_flight = self._in_flight, None
-        self._progressed = not plan.is_empty or self._previous is not None
+        self._progressed = has_landed or not plan.is_empty or self._previous is not None
         if not plan.is_empty:
             self._requests.note_started(chunk.sequence for chunk in plan.chunks)
             self._run_isolated(plan, started, receive)
@@ -176,9 +173,12 @@ class StepLoop:
             self._complete(self._previous, [], [])
         if not self._overlaps:
             self._draw_held()
+        self._report_drafts()
+        return self.take_output()
+
+    def _report_drafts(self) -> None:
         for draft in self._drafts.report():
             self._requests.report(draft)
-        return self.take_output()
 
     def apply(self, commands: Iterable[Command]) -> None:
         for command in commands:
@@ -200,21 +200,9 @@ class StepLoop:
 
     def take_output(self) -> StepOutput:
         """Return the outputs since the last call, and the load."""
-        scheduler = self._scheduler
-        load = LoadSnapshot(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            queued_tokens=scheduler.queued_tokens,
-            free_blocks=scheduler.caches.num_free,
-            total_blocks=scheduler.caches.num_blocks,
-            preemptions=scheduler.preemptions,
-            steps=self._steps,
-            pools=scheduler.caches.uses(),
-            drafts=draft_counts([scheduler.drafter.totals]),
-            oversized_steps=self._runner.oversized_steps,
-            ungraphed_steps=self._runner.ungraphed_steps,
-        )
-        return StepOutput(self._requests.take_outputs(), load, scheduler.caches.take_changes())
+        load = load_of(self._scheduler, self._runner, self._steps)
+        outputs = self._requests.take_outputs()
+        return StepOutput(outputs, load, self._scheduler.caches.take_changes())
 
     def check(self) -> None:
         """Raise AssertionError if a block or a state is lost or shared wrongly. For tests."""
@@ -327,18 +315,8 @@ class StepLoop:
         hidden, draws = self._forward(plan, None if previous is None else previous.drawn)
         logits, _ = self._sampler.compute(draws, hidden)
         end = Mark(self._runner.device)
-        ahead: list[int] = []
-        others: list[int] = []
-        for i, draw in enumerate(draws):
-            (ahead if draw.runs_ahead else others).append(i)
-        launched: list[LaunchedDraws] = []
-        held, held_logits = [draws[i] for i in others], None
-        if logits is not None:
-            if others:  # the next step overwrites the logits
-                held_logits = copy_rows(logits, others)
-            if ahead:
-                some = [draws[i] for i in ahead]
-                launched.append(self._sampler.launch(some, rows_of(logits, ahead)))
+        drafted = {chunk.sequence for chunk in plan.chunks if chunk.draft}
+        launched, held, held_logits = self._sampler.launch_step(draws, logits, drafted)
         self._in_flight = StepInFlight(plan, started, end, self._sampler.take_results(), launched)
         self._count_in_flight(launched)
         self._launch_seconds = self._clock() - started
@@ -371,9 +349,22 @@ class StepLoop:
 
     def _count_in_flight(self, launched: Iterable[LaunchedDraws]) -> None:
         for each in launched:
-            if each.held is None:
+            if not each.held:
                 for draw in each.draws:
                     draw.sequence.in_flight += 1
+
+    def _land(self) -> bool:
+        """Take the results of the step in flight if drafts depend on them. Return whether it did.
+
+        The device then waits for the next launch.
+        """
+        step = self._in_flight
+        if step is None or not (step.verifies_drafts or self._drafts.await_tokens):
+            return False
+        self._in_flight = None
+        self._complete(step, [], [])
+        self._report_drafts()
+        return True
 
     def _complete(
         self, step: StepInFlight, next_launched: Sequence[LaunchedDraws], next_held: list[Draw]
@@ -386,10 +377,10 @@ class StepLoop:
         step.end.wait()
         self._sampler.report_results(step.results)
         for launched in step.launched:
-            if launched.held is None:
+            if launched.held:
+                self._verify(launched)
+            else:
                 self._settle(launched, next_launched, next_held)
-            elif launched.held.is_valid:
-                self._verify(launched, launched.held)
         if step.plan is not None:
             self._record_duration(step.plan, step.started)
 
@@ -408,11 +399,12 @@ class StepLoop:
                 self._withdraw(draw.sequence, assumption, next_launched, next_held)
             self._scheduler.settle(draw.sequence)
 
-    def _verify(self, launched: LaunchedDraws, held: HeldLogits) -> None:
-        """Append tokens that a sequence has waited for, and accept its draft tokens."""
-        arrived = launched.tokens.wait()
-        self._sampler.append(launched.draws, arrived.final, arrived.scores)
-        self._accept_drafts([held])
+    def _verify(self, launched: LaunchedDraws) -> None:
+        """Append tokens that sequences have waited for, and accept their draft tokens."""
+        valid = [held for held in launched.held if held.is_valid]
+        if valid:
+            self._sampler.append_held(launched, {held.sequence for held in valid})
+            self._accept_drafts(valid)
 
     def _withdraw(
         self,

@@ -1,8 +1,8 @@
 """Prompt scores and drawn tokens from the hidden states of a step."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from services.engine.batch.transfer import copy_rows, rows_of, to_device
 from services.engine.execution.model_runner import SCORED_ROWS, ModelRunner
 from services.engine.loop import refusals
+from services.engine.loop.draws import Draw, HeldLogits, LaunchedDraws
 from services.engine.loop.prompt_pooling import PendingVectors, PromptPooling
 from services.engine.loop.request_table import RequestTable
 from services.engine.messages import AddRequest, Embedded, FinishCause, Score, ScoredPrompt
@@ -23,86 +24,7 @@ from services.engine.sampling.score import PendingScores, score
 from services.engine.scheduling.sequence import LogitsHold, SequenceState, TokenSequence
 from services.engine.scheduling.step_plan import Chunk, StepPlan
 
-__all__ = ["Draw", "HeldLogits", "LaunchedDraws", "PromptResults", "StepSampler"]
-
-
-@dataclass(slots=True, eq=False)
-class Draw:
-    """One token to draw from one row of logits. Not frozen, because each token makes one."""
-
-    sequence: TokenSequence
-    row: int
-    """Index of the row in the step's hidden states, which have one row for each kept token"""
-    position: int
-    """Position of the token to draw, counted from the end of the original prompt"""
-    assumed: int | None = None
-    """Token that the row assumes in front of `position`; None = that token was certain"""
-
-    @property
-    def runs_ahead(self) -> bool:
-        """True if the device can draw the token before the host has the preceding one."""
-        return self.sequence.request.runs_ahead and self.sequence.has_credit
-
-    @property
-    def is_next(self) -> bool:
-        """True if the sequence has reached `position`, through the assumed token."""
-        sequence = self.sequence
-        if sequence.state is SequenceState.FINISHED or sequence.position != self.position:
-            return False
-        return self.assumed is None or int(sequence.tokens[-1]) == self.assumed
-
-
-class HeldLogits(NamedTuple):
-    """Logits of a sequence that waits for a mask or credit."""
-
-    draws: Sequence[Draw]
-    logits: Tensor
-    """float32 [draws, vocabulary]"""
-    hold: LogitsHold
-    """Claim of the sequence on the logits"""
-
-    @property
-    def sequence(self) -> TokenSequence:
-        return self.draws[0].sequence
-
-    @property
-    def is_valid(self) -> bool:
-        """False once the sequence has drawn, ended or been preempted."""
-        return self.sequence.logits_hold is self.hold
-
-    @property
-    def draft(self) -> list[int]:
-        """Draft tokens that the logits verify."""
-        return [draw.assumed for draw in self.draws if draw.assumed is not None]
-
-    @property
-    def allowed(self) -> tuple[list[Draw], Tensor]:
-        """Draws up to the sequence's last mask, with their logits."""
-        draws = [draw for draw in self.draws if self.sequence.may_draw_at(draw.position)]
-        return draws, self.logits[: len(draws)]
-
-    @property
-    def continues(self) -> bool:
-        """True if the next step may compute the drawn token before the host has it.
-
-        Otherwise the host must take the tokens first, because they verify draft tokens, or because
-        the next step can compute forced or expected tokens behind them.
-        """
-        sequence = self.sequence
-        is_followed = len(sequence.forced) > 1 or sequence.speculation.has_prediction
-        is_followed &= sequence.request.draws_independently
-        return len(self.draws) == 1 and not is_followed
-
-
-class LaunchedDraws(NamedTuple):
-    """Draws whose tokens are being copied from the device to the host."""
-
-    draws: list[Draw]
-    """Draws; their `assumed` is set if the token in front of them turns out wrong"""
-    tokens: PendingTokens
-    held: HeldLogits | None = None
-    """Logits of the tokens, if their sequence does not continue before the host has the tokens. The
-    tokens are discarded if these logits are not valid by then"""
+__all__ = ["PromptResults", "StepSampler"]
 
 
 class PromptResults(NamedTuple):
@@ -324,6 +246,47 @@ class StepSampler:
         widths = [draw.sequence.request.command.checked.logprobs for draw in draws]
         return LaunchedDraws(list(draws), PendingTokens(logits, self.rows(draws), widths))
 
+    def launch_step(
+        self, draws: Sequence[Draw], logits: Tensor | None, drafted: Collection[TokenSequence]
+    ) -> tuple[list[LaunchedDraws], list[Draw], Tensor | None]:
+        """Launch the draws of a step that need no mask, credit or preceding token.
+
+        logits: float32 [draws, vocabulary], which the next step overwrites; None = no draws.
+        drafted: sequences with draft tokens in the step. Returns the other draws, too, and a copy
+        of their logits.
+        """
+        if logits is None:
+            return [], [], None
+        ahead: list[int] = []
+        verifying: list[int] = []
+        others: list[int] = []
+        for i, draw in enumerate(draws):
+            if not draw.runs_ahead:
+                others.append(i)
+            else:
+                (verifying if draw.sequence in drafted else ahead).append(i)
+        launched: list[LaunchedDraws] = []
+        if ahead:
+            launched.append(self.launch([draws[i] for i in ahead], rows_of(logits, ahead)))
+        if verifying:
+            some = [draws[i] for i in verifying]
+            launched.append(self._launch_drafted(some, rows_of(logits, verifying)))
+        held = copy_rows(logits, others) if others else None
+        return launched, [draws[i] for i in others], held
+
+    def _launch_drafted(self, draws: Sequence[Draw], logits: Tensor) -> LaunchedDraws:
+        """Launch draws that verify draft tokens, for whose result their sequences wait.
+
+        draws: those of each sequence one after another. logits: float32 [draws, vocabulary].
+        """
+        held: list[HeldLogits] = []
+        for sequence, indices in groupby(range(len(draws)), lambda i: draws[i].sequence):
+            rows = list(indices)
+            sequence.logits_hold = LogitsHold()
+            own = logits[rows[0] : rows[-1] + 1]
+            held.append(HeldLogits([draws[i] for i in rows], own, sequence.logits_hold))
+        return self.launch(draws, logits)._replace(held=held)
+
     def launch_held(self, ready: Sequence[HeldLogits]) -> list[LaunchedDraws]:
         """Draw from held logits on the device, without waiting for it.
 
@@ -333,7 +296,7 @@ class StepSampler:
         waiting: list[HeldLogits] = []
         for held in ready:
             (continuing if held.continues else waiting).append(held)
-        launched = [self.launch(*held.allowed)._replace(held=held) for held in waiting]
+        launched = [self.launch(*held.allowed)._replace(held=[held]) for held in waiting]
         if continuing:
             draws = [held.draws[0] for held in continuing]
             launched.append(self.launch(draws, _join([held.logits for held in continuing])))
@@ -368,6 +331,14 @@ class StepSampler:
             if row.allows_nothing:
                 tokens[i] = NOTHING_ALLOWED
         self.append(draws, tokens, scores)
+
+    def append_held(self, launched: LaunchedDraws, sequences: Collection[TokenSequence]) -> None:
+        """Wait for launched draws, and append the tokens of some of their sequences."""
+        arrived = launched.tokens.wait()
+        places = [i for i, draw in enumerate(launched.draws) if draw.sequence in sequences]
+        scores = {at: arrived.scores[i] for at, i in enumerate(places) if i in arrived.scores}
+        draws = [launched.draws[i] for i in places]
+        self.append(draws, [arrived.final[i] for i in places], scores)
 
     def append(
         self, draws: Sequence[Draw], tokens: Sequence[int], scores: Mapping[int, Score]

@@ -68,6 +68,24 @@ class Drafter:
             self._model.settle(plan.streams, plan.decode_tokens, drafted, seconds)
 
     @property
+    def awaits_tokens(self) -> bool:
+        """True if drafts of the next step depend on tokens that are in flight."""
+        looks_up = self._limits.speculate and not self._rest
+        if not looks_up and not self.is_model_due:
+            return False
+        able = [each for each in self._running if each.may_draft_behind_flight]
+        if not able:
+            return False
+        streams = sum(each.uncomputed == 1 for each in self._running)
+        if looks_up and self._may_gain(streams, able):
+            return True
+        return self._model is not None and self._model.awaits_tokens(streams, able, self._most_rows)
+
+    def end_model(self) -> None:
+        """Go on without the draft model, which has failed."""
+        self._model = None
+
+    @property
     def is_model_due(self) -> bool:
         """True if `plan_model` may return anything."""
         return self._model is not None and self._model.is_due
@@ -82,6 +100,8 @@ class Drafter:
         if self._constrained == (0 if constrained else len(self._running)):
             return ()
         streams = [each for each in self._running if each.uncomputed == 1]
+        if self._model.only_estimates:
+            return self._reconsider_model(constrained=constrained)
         due = [
             each
             for each in streams
@@ -92,6 +112,21 @@ class Drafter:
             and not self._has_better(each)
         ]
         return self._model.plan(len(streams), due, self._most_rows)
+
+    def _reconsider_model(self, *, constrained: bool) -> Sequence[DraftPart]:
+        """Have the model estimate whether drafts would save time. Tokens may be in flight."""
+        assert self._model is not None
+        # a constrained sequence may wait for a mask
+        decoding = (0, 1) if constrained else (1,)
+        streams = [each for each in self._running if each.uncomputed in decoding]
+        able = [
+            each
+            for each in streams
+            if each.request.command.checked.constrained is constrained
+            and each.request.draws_independently
+            and not self._has_better(each)
+        ]
+        return self._model.plan(len(streams), able, self._most_rows)
 
     def take_made(self, parts: Sequence[DraftPart], result: DraftResult) -> None:
         """Take the draft tokens that the draft model has made of a plan."""
@@ -185,11 +220,9 @@ class Drafter:
         self, streams: int, sequences: Sequence[TokenSequence], propose: "_Propose"
     ) -> Mapping[TokenSequence, Draft]:
         """Return the drafts of some of the sequences that are worth their time."""
-        most = min(MOST_DRAFTED, self._most_rows) if sequences else 0
-        best = max(map(self._best_rate, sequences), default=0.0)
-        if not self._lengths.may_gain(streams, best, most * len(sequences)):
+        if not self._may_gain(streams, sequences):
             return {}
-        looks_up = self._limits.speculate
+        most, looks_up = min(MOST_DRAFTED, self._most_rows), self._limits.speculate
         found = [
             (each, draft)
             for each in sequences
@@ -202,6 +235,13 @@ class Drafter:
             for (sequence, draft), length in zip(found, lengths, strict=True)
             if length
         }
+
+    def _may_gain(self, streams: int, sequences: Sequence[TokenSequence]) -> bool:
+        """Return whether drafts of some of the sequences can be worth their time."""
+        if not sequences:
+            return False
+        most = min(MOST_DRAFTED, self._most_rows) * len(sequences)
+        return self._lengths.may_gain(streams, max(map(self._best_rate, sequences)), most)
 
     def _rate(self, sequence: TokenSequence, kind: DraftKind) -> float:
         """Return the estimated probability that a source's next draft token is accepted."""

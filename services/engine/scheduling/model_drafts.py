@@ -86,6 +86,23 @@ class ModelDrafts:
             return self._trials.sequence is not None
         return not self._rest and (self._is_on or self._account.trial_balance > 0)
 
+    @property
+    def only_estimates(self) -> bool:
+        """True if `plan` can at most turn drafts on or begin a trial: it reads no newest token."""
+        return not self._is_on and self._trials.sequence is None
+
+    def awaits_tokens(self, streams: int, sequences: Sequence[TokenSequence], most: int) -> bool:
+        """Return whether the next step is expected to have drafts if tokens in flight come first.
+
+        The parameters are those of `plan`; the sequences have a token in flight.
+        """
+        if not self.is_due or self.only_estimates or not self._may_plan(sequences):
+            return False
+        trial = self._trials.sequence
+        if trial is not None:
+            return trial in sequences and self._pages.can_continue(trial)
+        return bool(self._decide(streams, sequences, most))
+
     def wants_states(self, plan: StepPlan) -> Collection[TokenSequence] | None:
         """Return the sequences of a step whose hidden states a head will read; None = all."""
         if self._is_on:
@@ -130,16 +147,20 @@ class ModelDrafts:
         streams: sequences of the step. sequences: those that may have a draft. most: most tokens of
         each draft.
         """
-        if not sequences or self._account.balance is None:
+        if not self._may_plan(sequences):
             return ()
-        if self._caches.num_free <= len(sequences):
-            return ()  # drafts would have sequences preempted
         trial = self._trials.sequence
         if trial is not None:
             parts = self._trial_parts(streams, trial, most) if trial in sequences else []
         else:
             parts = self._decide(streams, sequences, most)
         return [part for part in parts if self._has_room(part)]
+
+    def _may_plan(self, sequences: Sequence[TokenSequence]) -> bool:
+        """Return whether sequences may have drafts at all."""
+        # with too few blocks, drafts would have sequences preempted
+        is_measured = self._account.balance is not None
+        return is_measured and 0 < len(sequences) < self._caches.num_free
 
     def _decide(
         self, streams: int, sequences: Sequence[TokenSequence], most: int

@@ -221,6 +221,13 @@ class TokenSequence:
         return left
 
     @property
+    def may_draft_behind_flight(self) -> bool:
+        """True if the sequence may have draft tokens once its token in flight is on the host."""
+        if not self.in_flight or not self.request.draws_independently:
+            return False
+        return self.uncomputed == 1 and self.room > self.in_flight
+
+    @property
     def room(self) -> int:
         """Number of tokens that may follow the next one, by `max_tokens` and credit."""
         room = self.max_tokens - self.position - 1

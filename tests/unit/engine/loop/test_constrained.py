@@ -152,7 +152,8 @@ KINDS: dict[str, Callable[..., AddRequest]] = {
 @given(
     allowed=REPEATED,
     jumps=st.booleans(),
-    mode=st.sampled_from(["plain", "speculate", "overlaps", "draft model", "head"]),
+    mode=st.sampled_from(["plain", "speculate", "draft model", "head"]),
+    overlaps=st.booleans(),
     max_tokens=st.integers(2, 24),
     lateness=st.lists(st.integers(0, 5), min_size=1, max_size=5),
     neighbours=st.integers(0, 2),
@@ -165,6 +166,7 @@ def test_forced_and_draft_tokens_and_late_masks_do_not_change_the_output(
     allowed: list[set[int]],
     jumps: bool,
     mode: str,
+    overlaps: bool,
     max_tokens: int,
     lateness: list[int],
     neighbours: int,
@@ -183,7 +185,7 @@ def test_forced_and_draft_tokens_and_late_masks_do_not_change_the_output(
         blocks=26,
         neighbours=neighbours,
         speculate=mode == "speculate",
-        overlaps=mode == "overlaps",
+        overlaps=overlaps,
         draft=drafts.get(mode),
         targets=head.targets if mode == "head" else (),
     )

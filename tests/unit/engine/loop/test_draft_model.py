@@ -43,6 +43,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Model:
     same=st.booleans(),
     speculate=st.booleans(),
     padded=st.booleans(),
+    overlaps=st.booleans(),
     n=st.integers(1, 3),
 )
 @settings(SAME_EXAMPLES, max_examples=40)
@@ -56,6 +57,7 @@ def test_draft_model_never_changes_output(
     same: bool,
     speculate: bool,
     padded: bool,
+    overlaps: bool,
     n: int,
 ) -> None:
     """Greedy or seeded, together with preemption, shared prefixes, n-grams, choices and credit."""
@@ -78,6 +80,7 @@ def test_draft_model_never_changes_output(
         blocks=blocks,
         speculate=speculate,
         padded=padded,
+        overlaps=overlaps,
         draft=decoder if same else other,
     )
     drafted = run(drafting, [*requests, *more])

@@ -87,6 +87,7 @@ def parts() -> list[DraftPart]:
     repeats=st.booleans(),
     speculate=st.booleans(),
     padded=st.booleans(),
+    overlaps=st.booleans(),
     most_kept=st.sampled_from([8, 4096]),
     n=st.integers(1, 3),
 )
@@ -101,6 +102,7 @@ def test_head_never_changes_output(
     repeats: bool,
     speculate: bool,
     padded: bool,
+    overlaps: bool,
     most_kept: int,
     n: int,
 ) -> None:
@@ -119,6 +121,7 @@ def test_head_never_changes_output(
         blocks=blocks,
         speculate=speculate,
         padded=padded,
+        overlaps=overlaps,
         draft=head.model,
         targets=head.targets,
         most_kept=most_kept,

@@ -149,10 +149,17 @@ def serve(
     blocks: int,
     step_tokens: int,
     running: int,
+    drafts: str = "none",
 ) -> list[Seen]:
     """Return what each client sees. Only disturbed streams arrive late, wait, and are cancelled."""
     loop = make_loop(
-        decoder, blocks=blocks, step_tokens=step_tokens, running=running, overlaps=overlaps
+        decoder,
+        blocks=blocks,
+        step_tokens=step_tokens,
+        running=running,
+        overlaps=overlaps,
+        speculate=drafts == "n-grams",
+        draft=decoder if drafts == "model" else None,
     )
     seen = [Seen() for _ in streams]
     grammars: dict[int, Grammar] = {}
@@ -194,10 +201,11 @@ def serve(
     step_tokens=st.integers(3, 40),
     running=st.integers(1, 8),
     candidates=st.sampled_from([3, 256]),
+    drafts=st.sampled_from(["none", "n-grams", "model"]),
 )
 @settings(
     SAME_EXAMPLES,
-    max_examples=120,
+    max_examples=180,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_mixed_streams_get_the_same_output(
@@ -208,8 +216,9 @@ def test_mixed_streams_get_the_same_output(
     step_tokens: int,
     running: int,
     candidates: int,
+    drafts: str,
 ) -> None:
-    """Streams of all kinds are preempted, starved, cancelled, and wait for masks."""
+    """Streams of all kinds are preempted, starved, cancelled, and wait for masks or drafts."""
     monkeypatch.setattr(sampler, "_CANDIDATES", candidates)
     alone = serve(
         decoder,
@@ -228,6 +237,7 @@ def test_mixed_streams_get_the_same_output(
         blocks=blocks,
         step_tokens=step_tokens,
         running=running,
+        drafts=drafts,
     )
     for stream, seen, expected in zip(streams, together, alone, strict=True):
         if stream.cancelled is None:
