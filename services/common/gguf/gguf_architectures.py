@@ -4,11 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from services.common.gguf.gguf_cohere import read_cohere, read_cohere_experts
-from services.common.gguf.gguf_encoders import (
-    read_encoder,
-    read_modern_bert,
-    read_nomic_experts,
-)
+from services.common.gguf.gguf_encoders import read_encoder, read_modern_bert, read_nomic_experts
 from services.common.gguf.gguf_experts import read_hunyuan_routing, read_sigmoid_routing
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.gguf.gguf_gemma import (
@@ -28,11 +24,7 @@ from services.common.gguf.gguf_latent import (
     read_latent,
     read_unsplit_latent,
 )
-from services.common.gguf.gguf_layers import (
-    count_layers,
-    read_delta_net,
-    read_windows,
-)
+from services.common.gguf.gguf_layers import count_layers, read_delta_net, read_windows
 from services.common.gguf.gguf_mimo import read_mimo
 from services.common.gguf.gguf_recurrent import (
     read_convolutions,
@@ -213,12 +205,12 @@ _DEEPSEEK_KEYS = {
     "moe_num_shared_experts": "n_shared_experts",
     "num_local_experts": "n_routed_experts",
 }
-_HUNYUAN_KEYS = {
+_EXAONE_KEYS = {
     "moe_layer_start_index": "first_k_dense_replace",
     "moe_num_shared_experts": "num_shared_experts",
     "num_local_experts": "num_experts",
-    "routed_scaling_factor": "router_scaling_factor",
 }
+_HUNYUAN_KEYS = {**_EXAONE_KEYS, "routed_scaling_factor": "router_scaling_factor"}
 _KIMI_KEYS = {
     "max_position_embeddings": "model_max_length",
     "moe_layer_start_index": "first_k_dense_replace",
@@ -430,6 +422,11 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "kimi-linear": Architecture("KimiLinearForCausalLM", _KIMI_KEYS, read_kimi_linear),
     "hy_v3": Architecture("HYV3ForCausalLM", _HUNYUAN_KEYS, read_hunyuan_routing),
     "dots1": Architecture("Dots1ForCausalLM", _DEEPSEEK_KEYS, read_sigmoid_routing),
+    "exaone-moe": Architecture(
+        "ExaoneMoeForCausalLM",
+        _EXAONE_KEYS,
+        lambda file: {**read_sigmoid_routing(file), **read_windows(file, 4)},
+    ),
     "minimax-01": Architecture("MiniMaxForCausalLM", extra_keys=read_lightning),
     "minimax-m2": Architecture(
         "MiniMaxM2ForCausalLM",

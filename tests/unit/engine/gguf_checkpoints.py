@@ -101,6 +101,7 @@ ARCHITECTURES = {
     "glm": MODEL_ARCH.CHATGLM,
     "glm4": MODEL_ARCH.GLM4,
     "exaone4": MODEL_ARCH.EXAONE4,
+    "exaone_moe": MODEL_ARCH.EXAONE_MOE,
     "seed_oss": MODEL_ARCH.SEED_OSS,
     "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
     "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
@@ -144,7 +145,15 @@ _INTERLEAVED = {
 _SIGMOIDS = {
     *("afmoe", "cohere2_moe", "laguna"),
     *("deepseek_v32", "glm_moe_dsa", "hy_v3", "kimi_linear"),
-    *("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open"),
+    *(
+        "deepseek_v3",
+        "dots1",
+        "exaone_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "minimax_m2",
+        "solar_open",
+    ),
     *("mimo_v2_flash", "minimax_m3_vl_text"),
 }
 """Families whose experts are weighed by sigmoids"""
@@ -563,7 +572,7 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         _write_gemma3n(writer, config)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
-        if config.model_type in ("exaone4", "mellum", "olmo3"):
+        if config.model_type in ("exaone4", "exaone_moe", "mellum", "olmo3"):
             has_window = [kind == "sliding_attention" for kind in config.layer_types]
             writer.add_sliding_window_pattern(has_window)
         if config.model_type == "mellum":

@@ -14,6 +14,36 @@ from services.engine.model.checkpoint.shared_names import (
 
 __all__ = ["SIGMOID_FAMILIES"]
 
+_K_EXAONE = Family(
+    "ExaoneMoeForCausalLM",
+    names=TensorNames(
+        experts=replace(BIASED_EXPERTS, choice_bias="mlp.e_score_correction_bias"),
+        ignored=("*.rotary_emb.inv_freq", "mtp.*"),
+    ),
+    keys={
+        "moe_layer_start_index": "first_k_dense_replace",
+        "moe_num_shared_experts": "num_shared_experts",
+        "num_local_experts": "num_experts",
+    },
+    defaults={
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1024,
+        "norm_topk_prob": True,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 32,
+        "num_shared_experts": 1,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 2.5,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    qk_norm=QkNorm.HEAD,
+    windows=WindowRule.PATTERN,
+    rotates_windows_only=True,
+    scores_by_sigmoid=True,
+)
+
 SIGMOID_FAMILIES: tuple[Family, ...] = (
     Family(
         "Glm4MoeForCausalLM",
@@ -134,6 +164,8 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
         windows=WindowRule.LISTED,
         scores_by_sigmoid=True,
     ),
+    _K_EXAONE,
+    replace(_K_EXAONE, architecture="ExaoneMoEForCausalLM"),
     Family(
         "Llama4ForCausalLM",
         names=TensorNames(

@@ -102,6 +102,7 @@ WIDE_TIED = WIDE | {"tie_word_embeddings": True}
 QUANTIZED = (
     *("phimoe", "ernie moe", "hunyuan moe", "ministral3"),
     *("glm", "glm4", "exaone4", "seed oss", "hunyuan", "apertus", "nemotron", "gpt-neox", "phi"),
+    "k-exaone",
     *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2", "afmoe"),
     *("minimax", "minimax m3", "mimo v2 flash"),
     *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),

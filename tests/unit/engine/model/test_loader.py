@@ -620,6 +620,7 @@ DEFAULTED = [
     *("nemotron", "arcee", "hunyuan", "apertus", "ernie", "ministral3", "seed oss"),
     *("qwen2 moe", "olmoe", "phimoe", "granite moe", "ernie moe", "hunyuan moe"),
     *("deepseek v3", "solar open", "minimax m2", "hy v3", "glm4 moe lite", "llama4", "afmoe"),
+    "k-exaone",
     *("youtu", "minicpm3", "mistral4", "opt", "falcon", "deepseek v3.2", "glm moe dsa"),
     *("deepseek v4", "minimax m3", "mimo v2 flash", "longcat flash", "cohere2 moe", "laguna"),
     *("lfm2", "lfm2 moe", "granite hybrid", "bamba", "falcon h1"),
