@@ -27,6 +27,7 @@ from services.engine.model.checkpoint.tensors import Checkpoint
 from services.engine.model.decoder import Decoder
 from services.engine.model.draft_head import DraftHead
 from services.engine.model.eagle_head import load_eagle
+from services.engine.model.loader import load_spec
 from services.engine.model.model import Model
 from services.engine.model.mtp_head import holds_mtp, load_mtp
 from services.engine.scheduling.speculation import DraftKind
@@ -124,7 +125,9 @@ def can_draft_with_mtp(model: Path, target: Model) -> bool:
     """Return whether the checkpoint in `model` holds an MTP layer that can draft for `target`."""
     if not isinstance(target, Decoder) or not target.can_tap or not target.computes_logits:
         return False
-    return not layer_groups(target.spec)[0].window and holds_mtp(model, target.spec)
+    # the files hold whole layers, and a rank's spec describes its part of them
+    whole = target.spec if target.runs_alone else load_spec(model)
+    return not layer_groups(whole)[0].window and holds_mtp(model, whole)
 
 
 def tap_for_mtp(target: Model) -> None:

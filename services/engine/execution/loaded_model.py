@@ -128,7 +128,7 @@ def load(settings: EngineSettings) -> LoadedModel:
     decoder.state_dtype = resolve_dtype(settings.state_dtype)
     settings = _with_limits(settings, decoder, ranks)
     pooler = load_pooler(settings.model, decoder.spec, device, settings.pooling)
-    uses_mtp = _uses_mtp(settings, decoder, rank)
+    uses_mtp = _uses_mtp(settings, decoder)
     if settings.draft:
         tap_for_head(Path(settings.draft), decoder)
     elif uses_mtp:
@@ -188,17 +188,16 @@ def load(settings: EngineSettings) -> LoadedModel:
     )
 
 
-def _uses_mtp(settings: EngineSettings, decoder: Model, rank: Rank) -> bool:
+def _uses_mtp(settings: EngineSettings, decoder: Model) -> bool:
     """Return whether the MTP layer drafts: as stated, or on a CPU if the checkpoint holds one.
 
-    On a GPU steps would no longer overlap.
+    All ranks return the same. The gain of such drafts on a GPU has not been measured.
     """
     if settings.speculate == "mtp":
         return True
     if settings.speculate != "auto" or settings.draft or settings.weights == "mapped":
         return False
-    is_alone = decoder.device.type == "cpu" and rank.is_alone
-    return is_alone and can_draft_with_mtp(settings.model, decoder)
+    return decoder.device.type == "cpu" and can_draft_with_mtp(settings.model, decoder)
 
 
 def _load_draft(

@@ -15,7 +15,7 @@ from tests.unit.engine.mtp import make_mtp
 from tests.unit.engine.ranks.rank_drafts import Answers, answer, run_rank
 from tests.unit.engine.tiny import make_checkpoint
 
-SOURCES = {"draft model": "draft_model", "eagle": "eagle", "mtp": "mtp"}
+SOURCES = {"draft model": "draft_model", "eagle": "eagle", "mtp": "mtp", "by default": "mtp"}
 SETTINGS = EngineSettings(dtype="float32", device="cpu", kv_memory="4MiB", max_running=4)
 
 
@@ -30,6 +30,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineSetting
         "draft model": replace(plain, draft=str(draft)),
         "eagle": replace(plain, draft=str(head)),
         "mtp": replace(SETTINGS, model=folder / "mtp", speculate="mtp"),
+        "by default": replace(SETTINGS, model=folder / "mtp"),
     }
 
 
