@@ -10,7 +10,7 @@ from services.engine.kernels.grid_waits import wait_for_writes
 __all__ = ["write_tokens"]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
     keys,
     values,

@@ -115,7 +115,7 @@ def rounded_pages(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return key_pages, value_pages
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator]
 def _write_rounded(
     keys: tl.tensor,
     values: tl.tensor,

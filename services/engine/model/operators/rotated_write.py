@@ -65,7 +65,7 @@ def write_rotated(heads: UnrotatedHeads, keys: Tensor, values: Tensor, slots: Te
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator]
 def _write_rotated(
     heads: tl.tensor,
     values: tl.tensor,
