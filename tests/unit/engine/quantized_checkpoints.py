@@ -133,10 +133,11 @@ def compressed(
         return stored, compressor.decompress(stored, scheme)["weight"].float()
 
     quantization: dict[str, object] = {"quant_method": "compressed-tensors", "format": name}
+    written = scheme
     if rounds_rows:
         rows = QuantizationArgs(num_bits=8, strategy="token", dynamic=True)
-        both = QuantizationScheme(targets=["Linear"], weights=arguments, input_activations=rows)
-        quantization["config_groups"] = {"group_0": both.model_dump(mode="json")}
+        written = QuantizationScheme(targets=["Linear"], weights=arguments, input_activations=rows)
+    quantization["config_groups"] = {"group_0": written.model_dump(mode="json")}
     return Format({**quantization, "ignore": ["lm_head"]}, store)
 
 

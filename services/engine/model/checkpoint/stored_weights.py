@@ -49,6 +49,12 @@ _GPU_FACTORS = {
 }
 """Bytes in a GPU's memory for each byte that is counted on a CPU: zero points of 4 bits take a
 byte there, and bitsandbytes' scales a float32. By the last part of the name, and the type"""
+_NO_CODES = (
+    *("qzeros", "g_idx", "zero_point", "weight_shape", "weight_format"),
+    *("_scales", "absmax", "quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4"),
+)
+"""Ends of the names of integers that describe codes"""
+_BYTE_BITS = 8
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _EMBEDDINGS = (
     *("embed_tokens.weight", "token_embd.weight", "wte.weight", "word_embeddings.weight"),
@@ -89,7 +95,7 @@ class StoredWeights:
     floats: int
     """Count of numbers in floating point"""
     coded: int
-    """Count of numbers in codes; in safetensors, where a byte may hold two, count of bytes"""
+    """Count of numbers in codes"""
     coded_bytes: int
     float_bytes: int = 0
     """Bytes of the numbers in floating point that stay as they are"""
@@ -121,7 +127,8 @@ class StoredWeights:
         """
         folders = (directory, *adapters)
         files = [file for each in folders for file in sorted(each.glob("*.safetensors"))]
-        return _total([tensor for file in files for tensor in _tensors(file)])
+        bits = _word_bits(directory / "config.json")
+        return _total([tensor for file in files for tensor in _tensors(file, bits)])
 
     @staticmethod
     def of_sizes(num_bytes: int, config: Config | None) -> "StoredWeights":
@@ -231,7 +238,32 @@ def _gguf_tensors(file: GgufFile) -> Iterator[_Tensor]:
             yield _Tensor(tensor.name, numbers, num_bytes, float_bytes, is_mappable, extra)
 
 
-def _tensors(file: Path) -> Iterator[_Tensor]:
+def _word_bits(file: Path) -> int:
+    """Return the bits of a code that a checkpoint packs into words, as its config.json says."""
+    config = Config.read(file) if file.is_file() else None
+    if config is None or not config.has("quantization_config"):
+        return _BYTE_BITS
+    method = config.section("quantization_config")
+    if not method.has("config_groups"):
+        return method.positive(
+            "bits", 4 if method.text("quant_method", "") == "awq" else _BYTE_BITS
+        )
+    groups = method.section("config_groups")
+    weights = (groups.section(name).section("weights") for name in groups.values)
+    return max((each.positive("num_bits", _BYTE_BITS) for each in weights), default=_BYTE_BITS)
+
+
+def _count_codes(name: str, dtype: str, num_bytes: int, word_bits: int) -> int:
+    """Return the number of weights whose codes a tensor of integers holds."""
+    if name.endswith(_NO_CODES):
+        return 0
+    if dtype == "I32":
+        return num_bytes * _BYTE_BITS // word_bits
+    return 2 * num_bytes if dtype == "U8" else num_bytes  # an unsigned byte holds two of 4 bits
+
+
+def _tensors(file: Path, word_bits: int = _BYTE_BITS) -> Iterator[_Tensor]:
+    """Yield the tensors of a file. word_bits: bits of a code that is packed into words."""
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
@@ -241,10 +273,14 @@ def _tensors(file: Path) -> Iterator[_Tensor]:
                 begin, end = tensor["data_offsets"]
                 dtype = tensor["dtype"]
                 float_bytes = _FLOATS.get(dtype, 0)
-                numbers = prod(tensor["shape"]) if float_bytes else end - begin
+                numbers = (
+                    prod(tensor["shape"])
+                    if float_bytes
+                    else _count_codes(name, dtype, end - begin, word_bits)
+                )
                 is_mappable = name.endswith(_MXFP4)
                 factor = _GPU_FACTORS.get((name.rpartition(".")[2], dtype), 1)
-                extra = (factor - 1) * (2 * numbers if float_bytes else numbers)
+                extra = (factor - 1) * (2 * numbers if float_bytes else end - begin)
                 is_fp8 = dtype in _FP8
                 yield _Tensor(name, numbers, end - begin, float_bytes, is_mappable, extra, is_fp8)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -16,6 +16,7 @@ from services.engine.kernels.library import InstructionSet, instruction_set
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.loader import load_model
 from services.engine.model.model import Model
+from services.engine.start_check import gpu_memory_by_weights, stored_weights
 from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
 from tests.unit.engine.checkpoints.shapes import LATENT, SHAPE, WIDE
@@ -65,6 +66,20 @@ def test_weights_are_those_of_the_formats_own_library(
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
     kept = logits_of(load_model(tmp_path, torch.float32), tokens)
     assert (kept - expected).abs().mean() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_decoded_weights_take_the_memory_that_the_start_check_states(
+    name: str, tmp_path: Path
+) -> None:
+    """A byte may hold two codes. `tokenwire show` and the check of memory state these bytes."""
+    model = make_checkpoint(tmp_path, FAMILIES["llama"])
+    whole = stored_weights(tmp_path).num_bytes("decoded", 2)
+    quantize(tmp_path, model, FORMATS[name])
+    decoded = stored_weights(tmp_path).num_bytes("decoded", 2)
+    # scales and zero points in floating point count, too
+    assert whole <= decoded < 1.1 * whole
+    assert gpu_memory_by_weights(tmp_path)["decoded"] >= whole
 
 
 @pytest.mark.skipif(
