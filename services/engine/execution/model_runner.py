@@ -104,6 +104,11 @@ class ModelRunner:
                 self._graphs_adapters = decoder.adapters.are_capturable and decoder.runs_alone
                 decoder.adapters.reserve(graph_capacity.adapters)
 
+    @property
+    def image_bytes(self) -> int:
+        """Bytes that the runner reserves on the device for the rows of images."""
+        return self._batches.images.reserved_bytes
+
     def forward(
         self, plan: StepPlan, drawn: DeviceTokens | None = None, *, taps: bool = True
     ) -> Tensor:

@@ -81,6 +81,11 @@ class StepImages:
             self._staged = torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the reserved memory."""
+        return 0 if self._staged is None else self._staged.nbytes
+
+    @property
     def are_staged(self) -> bool:
         """True if padded steps with chunks hold images."""
         return self._staged is not None

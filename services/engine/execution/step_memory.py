@@ -34,7 +34,7 @@ class StepMemory:
     largest: int
     """Bytes of the largest step: activations, scratch memory, logits and draws"""
     graphs: int
-    """Bytes of all CUDA graphs"""
+    """Bytes of all CUDA graphs, and of the rows of images that they read"""
 
     @property
     def total(self) -> int:
@@ -138,11 +138,12 @@ def _measure_graphs(decoder: Model, cache: KVCache, capacity: StepCapacity) -> i
     runner = ModelRunner(decoder, cache, capacity)
     enough = capacity.blocks + row_bucket(capacity.sequences)  # so that no size is left out
     decodes = decode_sizes(capacity.sequences, capacity.blocks, enough)
-    return measure_captures(
+    captured = measure_captures(
         [partial(runner.capture_graphs, [size], announces=False) for size in decodes]
     ) + measure_captures(
         [partial(runner.capture_mixed, [size], announces=False) for size in runner.mixed_sizes]
     )
+    return captured + runner.image_bytes
 
 
 def measure_captures(captures: Sequence[Callable[[], None]]) -> int:

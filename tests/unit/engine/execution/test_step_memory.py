@@ -7,10 +7,13 @@ import torch
 
 from services.common.settings import StartupError
 from services.engine.batch.buckets import decode_sizes
+from services.engine.execution import step_memory
 from services.engine.execution.loaded_model import load
 from services.engine.execution.model_runner import ModelRunner, StepCapacity
 from services.engine.execution.step_memory import largest_step, total_of_graphs, usable_kernels
+from services.engine.model.loader import load_model
 from services.engine.settings import EngineSettings
+from tests.unit.engine.vision_checkpoints import make_vision_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -53,6 +56,21 @@ def test_graphs_of_all_sizes_are_captured_before_the_first_request(embedded_mode
 def test_further_graphs_share_the_memory_of_the_first() -> None:
     assert total_of_graphs(500 << 20, 3 << 20, 60) == (500 + 59 * 3) << 20
     assert total_of_graphs(0, 0, 60) == 59 << 20
+
+
+def test_rows_of_images_count_in_the_memory_of_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the KV cache would take the memory that the engine reserves for them at start."""
+    make_vision_checkpoint(tmp_path, "qwen2.5 vl")
+    decoder = load_model(tmp_path, torch.float32)
+    monkeypatch.setattr(step_memory, "_release", lambda: 0)  # a CPU has no graphs
+    monkeypatch.setattr(step_memory, "measure_captures", lambda captures: 0)
+    capacity = StepCapacity(64, 4, 16)
+    largest = ModelRunner(decoder, decoder.allocate_cache(30), capacity).mixed_sizes[0]
+    rows = largest.tokens * decoder.spec.hidden_size * decoder.dtype.itemsize
+    measured = step_memory._measure_graphs(decoder, decoder.allocate_cache(30), capacity)
+    assert measured == decoder.spec.family.image_layers * rows > 0
 
 
 def test_failure_of_the_first_step_is_told_in_one_sentence() -> None:
