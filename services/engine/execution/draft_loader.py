@@ -12,6 +12,7 @@ from services.engine.execution.assistant_drafts import LEAST_KEPT, AssistantDraf
 from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.draft_vocabulary import find_difference
 from services.engine.execution.head_drafts import HeadDrafts
+from services.engine.execution.layered_drafts import LayeredDrafts
 from services.engine.execution.memory_budget import require_memory
 from services.engine.execution.model_loader import load_any_model
 from services.engine.execution.model_runner import StepCapacity
@@ -27,6 +28,7 @@ from services.engine.model.checkpoint.tensors import Checkpoint
 from services.engine.model.decoder import Decoder
 from services.engine.model.draft_head import DraftHead
 from services.engine.model.eagle_head import load_eagle
+from services.engine.model.layered_head import LayeredHead
 from services.engine.model.loader import load_spec
 from services.engine.model.model import Model
 from services.engine.model.mtp_head import holds_mtp, load_mtp
@@ -82,7 +84,8 @@ class LoadedDraft:
         if self.decoder.device.type == "cpu":
             populate_behind(list(cache.pages))
         if isinstance(self.decoder, DraftHead):
-            return HeadDrafts(
+            drafts = LayeredDrafts if isinstance(self.decoder, LayeredHead) else HeadDrafts
+            return drafts(
                 self.decoder,
                 cache,
                 self.vocabulary_size,
@@ -225,7 +228,8 @@ def _reserved(
         further = measure_steps(decoder, tokens - max_running, max_running, None)
     if isinstance(decoder, DraftHead):
         kept = LEAST_KEPT * max_running if isinstance(decoder, AssistantHead) else _KEPT_ROWS
-        further += kept * decoder.states_width * decoder.dtype.itemsize
+        handed_on = tokens if isinstance(decoder, LayeredHead) else 0  # by each layer to the next
+        further += (kept + handed_on) * decoder.states_width * decoder.dtype.itemsize
     size, block_size = target.spec.vocab_size, target.block_size
     draft = LoadedDraft(decoder, size, block_size, tokens, further, kind, targets)
     if decoder.device.type != "cuda" or not decoder.is_capturable:

@@ -159,6 +159,20 @@ class DraftModel:
         ids: int32 [tokens] of each sequence, those with one token first. starts: index of each
         one's first row. parts: part of each sequence.
         """
+        graphs = self._graphs
+        if graphs is None or not self._fits_graph or any(len(each) > 1 for each in ids):
+            return self._compute(self._lay_out(ids, starts, parts))
+        padding = row_bucket(len(ids)) - len(ids)
+        return self._run_padded(graphs.run, self._lay_out(ids, starts, parts, padding))
+
+    def _lay_out(
+        self,
+        ids: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]],
+        starts: Sequence[int],
+        parts: Sequence[DraftPart],
+        padding: int = 0,
+    ) -> StepBatch:
+        """Return the batch of `_forward`. padding: parameter of `_build`."""
         size = self._cache.block_size
         skipped = [part.first_block * size for part in parts]
         tables = [
@@ -170,12 +184,7 @@ class DraftModel:
         ends = [
             start + len(each) - skip for start, each, skip in zip(starts, ids, skipped, strict=True)
         ]
-        graphs = self._graphs
-        if graphs is None or not self._fits_graph or any(len(each) > 1 for each in ids):
-            return self._compute(self._build(ids, ends, tables, skipped))
-        padding = row_bucket(len(ids)) - len(ids)
-        batch = self._build(ids, ends, tables, skipped, padding=padding)
-        return self._run_padded(graphs.run, batch)
+        return self._build(ids, ends, tables, skipped, padding=padding)
 
     def _build(
         self,

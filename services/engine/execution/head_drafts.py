@@ -58,7 +58,9 @@ class HeadDrafts(DraftModel):
             rows, head.spec.hidden_size, dtype=head.dtype, device=head.device
         )
         """Hidden states that graphs read"""
-        self.limits = DraftLimits(head.spec.context_length, pass_tokens, kind)
+        self.limits = DraftLimits(
+            head.spec.context_length, pass_tokens, kind, layers=head.draft_layers
+        )
         self._head = head
         self._most_id = vocabulary_size - 1
         self._targets = targets

@@ -229,14 +229,25 @@ class Decoder(LayerStack):
             self._after_mixing(index, buffers)
             add_images(batch, index + 1, buffers.hidden)
         self._tap(last, buffers)
-        self._project(last, buffers)
-        mixer, scratch = self._mixing(last, buffers)
+        self._run_last(last, batch, cache, buffers, kept)
+        self._tap(self.spec.num_layers, kept)
+
+    def _run_last(
+        self,
+        index: int,
+        batch: StepBatch,
+        cache: KVCache,
+        buffers: Activations,
+        kept: Activations,
+    ) -> None:
+        """Run the layer that reads all rows and continues with those in `kept`."""
+        self._project(index, buffers)
+        mixer, scratch = self._mixing(index, buffers)
         self._keep(batch, buffers)
-        mixer.mix(batch, cache, scratch, self._mixing(last, kept)[1])
+        mixer.mix(batch, cache, scratch, self._mixing(index, kept)[1])
         if self.adapters is not None:
             self.adapters.narrow()
-        self._after_mixing(last, kept)
-        self._tap(self.spec.num_layers, kept)
+        self._after_mixing(index, kept)
 
     def _tap(self, depth: int, buffers: Activations) -> None:
         """Copy the residual if it is tapped behind this number of layers."""

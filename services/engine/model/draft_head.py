@@ -67,6 +67,11 @@ class DraftHead(Decoder):
         self._recording = None
 
     @property
+    def draft_layers(self) -> int:
+        """Number of layers that make one draft token each; 1: all layers make one in a pass."""
+        return 1
+
+    @property
     def states_width(self) -> int:
         """Width of the hidden states of the engine's model that a row reads."""
         return self._inputs.width

@@ -55,7 +55,7 @@ class WeightReader:
         )
         output = self.output(manifest)
         embedding = (
-            self._embedding(manifest.embedding)
+            self.embedding(manifest.embedding)
             if manifest.embedding_norm is None
             else self._normed_embedding(manifest.embedding, manifest.embedding_norm)
         )
@@ -149,7 +149,7 @@ class WeightReader:
             reader.linear(stored.projection, None), reader.operators_of(stored.projection)
         )
         return LayerInputs(
-            table=self._embedding(stored.table),
+            table=self.embedding(stored.table),
             projection=reader.adapted(projection, reader.site(stored.projection)),
             norm=reader.norm_weight(reader.tensor(stored.norm)),
             layers=spec.num_layers,
@@ -182,7 +182,8 @@ class WeightReader:
             operators=reader.operators,
         )
 
-    def _embedding(self, table: StoredTensor) -> Embedding:
+    def embedding(self, table: StoredTensor) -> Embedding:
+        """Read a table of which a step reads the rows of its tokens."""
         reads_rows = self._reader.operators.keeps_groups and not self._reader.spec.family.layer_norm
         on_host = self._reader.device.type == "cpu"
         if reads_rows and on_host and (rows := self._reader.stored_rows(table)) is not None:

@@ -38,6 +38,8 @@ class MadeDraft:
     """Most tokens"""
     rows: int
     """Number of tokens that the model computes to make the first one"""
+    further_rows: int = 1
+    """Number of tokens that it computes to make each further one"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class DraftLengths:
             rows = [0] * (1 + max((draft.most for draft in drafts), default=0))
             for count, (probability, depth, i) in enumerate(order, start=1):
                 expected += probability
-                rows[depth] += 1 if depth else drafts[i].rows
+                rows[depth] += drafts[i].further_rows if depth else drafts[i].rows
                 if count < len(order) and count % len(drafts) and not _ends_size(count):
                     continue  # estimate few of many numbers of rows
                 drafting = overhead + sum(map(seconds_of, filter(None, rows)))

@@ -98,14 +98,17 @@ class DraftPages:
 class HeadPages(DraftPages):
     """Knowledge about a head's pages, and about the hidden states that are kept for it.
 
-    The row of a token needs the next token. So the last row of a block is that of the sequence
-    which computed it first; sequences that continue the block differently share it all the same.
+    The row of a token needs the next token, and layer k of several layers the k-th one behind. So
+    the last rows of a block are those of the sequence which computed them first; sequences that
+    continue the block differently share it all the same.
     """
 
     _shift = 1
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, layers: int = 1) -> None:
+        """layers: number of layers that make a draft token each, as in `DraftLimits`."""
         super().__init__(block_size)
+        self._layers = layers
         self._firsts: dict[TokenSequence, int] = {}
         """Index of the first token of each sequence whose hidden states are kept"""
 
@@ -138,10 +141,13 @@ class HeadPages(DraftPages):
     def write(self, sequence: TokenSequence, end: int, guessed: Sequence[int]) -> None:
         """Do the same as a draft model's pages, but the draft tokens are computed again.
 
-        Their rows come from hidden states that the head has made itself.
+        Their rows come from hidden states that the head has made itself. So are the last rows of
+        several layers, which need tokens that are not known yet.
         """
+        progress = self._progress[sequence]
+        before = progress.count
         super().write(sequence, end, guessed)
-        self._progress[sequence].guessed = ()
+        progress.count, progress.guessed = max(before, end - self._layers + 1), ()
 
     def leave(self, sequence: TokenSequence) -> None:
         super().leave(sequence)

@@ -22,6 +22,9 @@ class DraftLimits:
     """Source of the draft tokens; all but a draft model read hidden states of the engine's model"""
     shares_pages: bool = False
     """True if it reads the pages of the engine's model, and its hidden states, too"""
+    layers: int = 1
+    """Number of layers of a head of which each makes one draft token, all in the first pass; 1: its
+    passes make one token each"""
 
 
 @dataclass(frozen=True, slots=True)

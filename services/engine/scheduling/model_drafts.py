@@ -53,7 +53,7 @@ class ModelDrafts:
         self._lengths = lengths
         self._caches = caches
         pages_of_head = SharedPages if limits.shares_pages else HeadPages
-        self._heads = pages_of_head(caches.block_size)
+        self._heads = pages_of_head(caches.block_size, limits.layers)
         is_head = limits.kind is not DraftKind.MODEL or limits.shares_pages
         self._pages = self._heads if is_head else DraftPages(caches.block_size)
         self._passes = StepTimes()
@@ -199,7 +199,10 @@ class ModelDrafts:
     def _begin_trial(self, sequences: Sequence[TokenSequence]) -> None:
         """Begin a trial if its passes can be paid for."""
         trial = None
-        passes = TRIAL_LENGTH * self._pass_seconds(1)
+        if self._limits.layers > 1:
+            passes = self._pass_seconds(1 + self._limits.layers)
+        else:
+            passes = TRIAL_LENGTH * self._pass_seconds(1)
         if self._pages is not self._heads:
             lags = self._lags(sequences)
             trial = min(lags, key=lambda each: lags[each])
@@ -258,9 +261,11 @@ class ModelDrafts:
 
     def _draft(self, sequence: TokenSequence, most: int) -> MadeDraft:
         """Return the draft that a sequence may have once the draft model has reached its end."""
-        room = min(most, _MOST_MADE, sequence.room)
+        layers = self._limits.layers
+        room = min(most, _MOST_MADE if layers == 1 else layers, sequence.room)
         room = min(room, self._limits.context_length - sequence.length)
-        return MadeDraft(self._estimate(sequence), max(room, 0), 2)
+        further_rows = int(layers == 1)
+        return MadeDraft(self._estimate(sequence), max(room, 0), 1 + layers, further_rows)
 
     def _estimate(self, sequence: TokenSequence) -> float:
         return sequence.speculation.rate_of(self.kind, sequence.length, self._common.rate())
@@ -331,8 +336,8 @@ class ModelDrafts:
             count = min(count, _FIRST_CHUNK)
         parts: list[DraftPart] = []
         for sequence, lag in sorted(lags.items(), key=lambda item: item[1]):
-            if left <= 0 or count <= 0:
-                break
+            if left <= 0 or count < self._limits.layers:
+                break  # a head of several layers computes its last rows again
             start = sequence.length - lag
             parts.append(self._part(sequence, start, start + min(count, lag - 1), 0))
             count -= parts[-1].count

@@ -1,6 +1,7 @@
-"""Checkpoints with an MTP layer, made of random models of transformers with one layer more."""
+"""Checkpoints with MTP layers, made of random models of transformers with some layers more."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +15,14 @@ from transformers.modeling_utils import PreTrainedModel
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.gguf_checkpoints import ARCHITECTURES, write_gguf
+from tests.unit.engine.tiny import make_checkpoint as make_tiny
 
 
 class MtpNames(NamedTuple):
-    """Names of an MTP layer's tensors; `layer` is the beginning of those of the layer itself."""
+    """Names of an MTP layer's tensors; `layer` is the beginning of those of the layer itself.
+
+    {n}: number behind the model's layers; {k}: number of the MTP layer.
+    """
 
     layer: str
     projection: str
@@ -26,101 +31,179 @@ class MtpNames(NamedTuple):
     final_norm: str
 
 
-class MtpParts(NamedTuple):
-    """A model with one layer more, and the weights around that layer."""
+class MtpWeights(NamedTuple):
+    """Weights around one MTP layer."""
 
-    whole: PreTrainedModel
-    """Model whose last layer is the MTP layer"""
     projection: Tensor
     embedding_norm: Tensor
     states_norm: Tensor
     final_norm: Tensor
 
 
+class MtpParts(NamedTuple):
+    """A model with some layers more, and the weights around these."""
+
+    whole: PreTrainedModel
+    """Model whose last layers are the MTP layers"""
+    layers: list[MtpWeights]
+
+
+def _names(layer: str, *around: str) -> MtpNames:
+    return MtpNames(layer, *(f"{layer}{name}" for name in around))
+
+
 FORMATS = {
-    "deepseek v3": MtpNames(
-        "model.layers.{n}.",
-        "model.layers.{n}.eh_proj",
-        "model.layers.{n}.enorm",
-        "model.layers.{n}.hnorm",
-        "model.layers.{n}.shared_head.norm",
-    ),
+    "deepseek v3": _names("model.layers.{n}.", "eh_proj", "enorm", "hnorm", "shared_head.norm"),
     "qwen3 next": MtpNames(
         "mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
     ),
-}
-FORMATS["mimo"] = MtpNames(
-    "model.mtp_layers.0.",
-    *(
-        f"model.mtp_layers.0.{name}"
-        for name in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
+    "mimo": _names(
+        "model.mtp_layers.{k}.",
+        *("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
     ),
-)
+    "mimo v2 flash": _names(
+        "model.mtp.layers.{k}.", "eh_proj", "enorm", "hnorm", "final_layernorm"
+    ),
+}
 _ARCHITECTURES = {"mimo": ("MiMoForCausalLM", "qwen2, tied")}
 """Architectures that transformers lacks, and the models with the same layers"""
 FORMATS["deepseek v3.2"] = FORMATS["glm4 moe"] = FORMATS["deepseek v3"]
 FORMATS["qwen3.5"] = FORMATS["qwen3.5 moe"] = FORMATS["qwen3 next"]
 
 
-def make_mtp(directory: Path, family: str, **changes: Any) -> MtpParts:
-    """Write a checkpoint of a family with an MTP layer. changes: other values of its config."""
+def make_mtp(
+    directory: Path, family: str, layers: int = 1, *, own_tables: bool = False, **changes: Any
+) -> MtpParts:
+    """Write a checkpoint of a family with MTP layers.
+
+    own_tables: the first layer has embeddings and an output projection that are not the model's,
+    and each further one a copy of the model's. changes: other values of its config.
+    """
     architecture, base = _ARCHITECTURES.get(family, ("", family))
     config = {**CONFIGS[base].to_dict(), **changes}
     number = config["num_hidden_layers"]
-    more: dict[str, Any] = {"num_hidden_layers": number + 1}
+    is_windowed = family == "mimo v2 flash"
+    more: dict[str, Any] = {"num_hidden_layers": number + layers}
     if config.get("layer_types"):
-        more["layer_types"] = [*config["layer_types"], "full_attention"]
+        kind = "sliding_attention" if is_windowed else "full_attention"
+        more["layer_types"] = [*config["layer_types"], *[kind] * layers]
     if config.get("mlp_layer_types"):
-        more["mlp_layer_types"] = [*config["mlp_layer_types"], config["mlp_layer_types"][-1]]
+        kinds = config["mlp_layer_types"]
+        more["mlp_layer_types"] = [*kinds, *["dense" if is_windowed else kinds[-1]] * layers]
     make_checkpoint(directory, type(CONFIGS[base])(**{**config, **more}))
-    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    names = MtpNames(*(name.format(n=number) for name in FORMATS[family]))
+    whole = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     tensors = load_file(directory / "model.safetensors")
-    before = f"model.layers.{number}."
-    tensors = {
-        names.layer + name.removeprefix(before) if name.startswith(before) else name: tensor
-        for name, tensor in tensors.items()
-    }
-    generator = torch.Generator().manual_seed(5)
+    found = [_add_layer(tensors, config, family, number, depth) for depth in range(layers)]
+    if own_tables:
+        _add_tables(tensors, number, layers)
+    save_file(tensors, directory / "model.safetensors")
+    values = json.loads((directory / "config.json").read_text())
+    for key, value in more.items():
+        values[key] = value[:-layers] if isinstance(value, list) else number
+    values["num_nextn_predict_layers"] = layers
+    if architecture:
+        values["architectures"] = [architecture]
+    (directory / "config.json").write_text(json.dumps(values))
+    return MtpParts(whole, found)
+
+
+def _add_layer(
+    tensors: dict[str, Tensor], config: Mapping[str, Any], family: str, number: int, depth: int
+) -> MtpWeights:
+    """Give the tensors of a layer behind the model's `number` the names of an MTP layer."""
+    names = MtpNames(*(name.format(n=number + depth, k=depth) for name in FORMATS[family]))
+    before = f"model.layers.{number + depth}."
+    for name in [name for name in tensors if name.startswith(before)]:
+        own = name.removeprefix(before)
+        if family == "mimo v2 flash":
+            own = own.replace("post_attention_layernorm", "pre_mlp_layernorm")
+        tensors[f"{names.layer}{own}"] = tensors.pop(name)
+    generator = torch.Generator().manual_seed(5 + depth)
     hidden = config["hidden_size"]
     projection = torch.randn(hidden, 2 * hidden, generator=generator) * 0.2
     norms = [torch.randn(hidden, generator=generator) * 0.2 for _ in range(3)]
     offset = 0.0 if family.startswith("qwen3") else 1.0
-    states_first = family == "mimo"
-    stored = projection.roll(hidden, dims=1) if states_first else projection
-    tensors[f"{names.projection}.weight"] = stored
+    stored = projection.roll(hidden, dims=1) if family == "mimo" else projection
+    tensors[f"{names.projection}.weight"] = stored.contiguous()
     for name, norm in zip(names[2:], norms, strict=True):
         tensors[f"{name}.weight"] = norm + offset
+    return MtpWeights(projection, *(1 + norm for norm in norms))
+
+
+def _add_tables(tensors: dict[str, Tensor], number: int, layers: int) -> None:
+    """Add tables of their own to layers in DeepSeek's format."""
+    for depth in range(layers):
+        names = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+        for name, of_model in names.items():
+            table = tensors[f"{of_model}.weight"]
+            own = table.flip(0) if depth == 0 else table.clone()
+            tensors[f"model.layers.{number + depth}.{name}.weight"] = own.contiguous()
+
+
+def make_tiny_mtp(directory: Path, layers: int, *, counts: bool = False) -> Path:
+    """Write a tiny Llama of 3 layers with MTP layers of random weights, in DeepSeek's format.
+
+    counts: the model's most likely next token is the newest one plus 1. The first layer knows this
+    from hidden states of the model alone, the next layers from the output of the one before.
+    """
+    make_tiny(directory)
+    tensors = load_file(directory / "model.safetensors")
+    vocabulary, hidden = tensors["model.embed_tokens.weight"].shape
+    half, generator = hidden // 2, torch.Generator().manual_seed(9)
+    config = json.loads((directory / "config.json").read_text())
+    below = [name for name in tensors if name.startswith("model.layers.0.")]
+    number = config["num_hidden_layers"] = 3  # a model has no fewer layers than MTP layers
+    for name in below:
+        tensors[name.replace("layers.0.", "layers.2.")] = tensors[name].clone()
+    for depth in range(layers):
+        prefix = f"model.layers.{number + depth}."
+        for name in below:
+            random = torch.randn(tensors[name].shape, generator=generator) * 0.3
+            whole = random + 1 if name.endswith("norm.weight") else random
+            tensors[prefix + name.removeprefix("model.layers.0.")] = whole
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{prefix}{name}.weight"] = torch.ones(hidden)
+        projection = torch.randn(hidden, 2 * hidden, generator=generator) * 0.3
+        tensors[f"{prefix}eh_proj.weight"] = projection
+    if counts:
+        angles = torch.arange(vocabulary)[:, None] * torch.arange(1, half // 2 + 1)
+        angles = angles * (2 * torch.pi / vocabulary)
+        code = torch.stack((angles.cos(), angles.sin()), dim=2).flatten(1)
+        step = torch.linalg.lstsq(code, code.roll(-1, 0)).solution.T  # the code of the next number
+        tensors["model.embed_tokens.weight"] = torch.cat((code, code), dim=1)
+        output = torch.cat((code.roll(1, 0), torch.zeros(vocabulary, half)), dim=1)
+        tensors["lm_head.weight"] = output.contiguous()
+        config["tie_word_embeddings"] = False
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "eh_proj.weight")):
+                tensor.zero_()
+        for depth in range(layers):
+            read = hidden if depth else hidden + half
+            weight = tensors[f"model.layers.{number + depth}.eh_proj.weight"]
+            weight[:half, read : read + half] = step
     save_file(tensors, directory / "model.safetensors")
-    values = json.loads((directory / "config.json").read_text())
-    for key, value in more.items():
-        values[key] = value[:-1] if isinstance(value, list) else number
-    values["num_nextn_predict_layers"] = 1
-    if architecture:
-        values["architectures"] = [architecture]
-    (directory / "config.json").write_text(json.dumps(values))
-    return MtpParts(whole, projection, *(1 + norm for norm in norms))
+    config["num_nextn_predict_layers"] = layers
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def write_mtp_gguf(path: Path, parts: MtpParts, *, without: str = "") -> None:
-    """Write a GGUF file of a model whose last layer is the MTP layer, as llama.cpp names it.
+    """Write a GGUF file of a model whose last layers are the MTP layers, as llama.cpp names them.
 
     without: name of a tensor that the file lacks.
     """
     config = parts.whole.config
     architecture = MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]]
-    tensors = {
-        "eh_proj": parts.projection,
-        "enorm": parts.embedding_norm,
-        "hnorm": parts.states_norm,
-        "shared_head_norm": parts.final_norm,
-    }
+    names = ("eh_proj", "enorm", "hnorm", "shared_head_norm")
+    first = config.num_hidden_layers - len(parts.layers)
 
     def add_inputs(writer: GGUFWriter) -> None:
-        writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
-        for name, tensor in tensors.items():
-            if name != without:
-                number = config.num_hidden_layers - 1
-                writer.add_tensor(f"blk.{number}.nextn.{name}.weight", tensor.numpy())
+        writer.add_uint32(f"{architecture}.nextn_predict_layers", len(parts.layers))
+        for number, weights in enumerate(parts.layers, start=first):
+            for name, tensor in zip(names, weights, strict=True):
+                if name != without:
+                    writer.add_tensor(f"blk.{number}.nextn.{name}.weight", tensor.numpy())
 
     write_gguf(path, parts.whole, further=add_inputs)

@@ -1,5 +1,6 @@
-"""MTP layers compute the paper's formulas with the layer that transformers computes."""
+"""MTP layers compute the paper's formulas with the layers that transformers computes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.functional import rms_norm
 from services.common.model_files.checkpoint import opened_checkpoint
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
+from services.engine.model.layered_head import LayeredHead
 from services.engine.model.loader import load_model
 from services.engine.model.mtp_head import load_mtp
 from tests.unit.engine.checkpoints.driver import Driver
@@ -32,25 +34,78 @@ def load_tapped(model: Path) -> Decoder:
 @torch.no_grad()
 def expected_logits(parts: MtpParts, ids: Tensor) -> Tensor:
     """Return the logits of LENGTH - 1 + FOLLOWING rows, of which the last ones read own states."""
-    model, epsilon = parts.whole.model, parts.whole.config.rms_norm_eps
-    layers, norm = model.layers, model.norm
-
-    def normed(rows: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(rows, rows.shape[-1:], weight, epsilon)
-
-    model.layers = layers[:-1]
-    states = model(ids[None, :LENGTH], use_cache=False).last_hidden_state[0]
-    model.layers, model.norm = layers[-1:], nn.Identity()
-    embedded = normed(model.embed_tokens(ids[1:]), parts.embedding_norm)
+    reference = Reference(parts)
+    states = reference.states(ids[:LENGTH])
+    embedded = reference.embedding[ids[1:]]
     for count in range(LENGTH, LENGTH + FOLLOWING):
-        joined = torch.cat((embedded[:count], normed(states, parts.states_norm)), dim=1)
-        inputs = joined @ parts.projection.T
-        out = model(inputs_embeds=inputs[None], use_cache=False).last_hidden_state[0]
-        out = normed(out, parts.final_norm)
-        states = torch.cat((states, out[-1:]))
-    model.layers, model.norm = layers, norm
-    logits: Tensor = parts.whole.lm_head(out)
+        out, normed = reference.layer(0, embedded[:count], states)
+        following = normed if reference.norms_states else out
+        states = torch.cat((states, following[-1:]))
+    return normed @ reference.output.T
+
+
+@torch.no_grad()
+def expected_logits_of_layers(parts: MtpParts, ids: Tensor, *, is_chained: bool) -> list[Tensor]:
+    """Return the logits [LENGTH, vocabulary] of each layer.
+
+    Row i of layer k has the embedding of token i + k. is_chained: layer k reads the output of layer
+    k - 1; else hidden states of the model.
+    """
+    reference = Reference(parts)
+    states, logits = reference.states(ids[:LENGTH]), []
+    for depth in range(len(parts.layers)):
+        embedded = reference.embedding[ids[depth + 1 : depth + 1 + LENGTH]]
+        _, normed = reference.layer(depth, embedded, states)
+        logits.append(normed @ reference.output.T)
+        if is_chained:
+            states = normed
     return logits
+
+
+class Reference:
+    """The formulas of MTP layers around the layers of a model of transformers."""
+
+    def __init__(self, parts: MtpParts) -> None:
+        self._parts = parts
+        self._model = parts.whole.model
+        self._layers, self._norm = self._model.layers, self._model.norm
+        self._types = getattr(parts.whole.config, "layer_types", None)
+        self.norms_states = parts.whole.config.model_type != "mimo_v2_flash"
+        self.embedding: Tensor = self._model.embed_tokens.weight.detach()
+        self.output: Tensor = parts.whole.lm_head.weight.detach()
+
+    def states(self, ids: Tensor) -> Tensor:
+        """Return the final hidden states that the first layer reads."""
+        count = len(self._layers) - len(self._parts.layers)
+        norm = self._norm if self.norms_states else nn.Identity()
+        return self._run(slice(count), norm, input_ids=ids[None])
+
+    def layer(self, depth: int, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output of a layer, in front of its norm and behind it."""
+        weights = self._parts.layers[depth]
+        parts = (
+            self._normed(embedded, weights.embedding_norm),
+            self._normed(states, weights.states_norm),
+        )
+        inputs = torch.cat(parts, dim=1) @ weights.projection.T
+        place = len(self._layers) - len(self._parts.layers) + depth
+        out = self._run(slice(place, place + 1), nn.Identity(), inputs_embeds=inputs[None])
+        return out, self._normed(out, weights.final_norm)
+
+    def _run(self, layers: slice, norm: nn.Module, **inputs: Tensor) -> Tensor:
+        """Run some layers of the model, each with the attention of its own kind."""
+        config = self._parts.whole.config
+        self._model.layers, self._model.norm = self._layers[layers], norm
+        if self._types is not None:
+            config.layer_types = self._types[layers]
+        hidden: Tensor = self._model(**inputs, use_cache=False).last_hidden_state[0]
+        self._model.layers, self._model.norm = self._layers, self._norm
+        config.layer_types = self._types
+        return hidden
+
+    def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
+        epsilon = self._parts.whole.config.rms_norm_eps
+        return rms_norm(rows, rows.shape[-1:], weight, epsilon)
 
 
 def computed_logits(path: Path, ids: Tensor) -> Tensor:
@@ -76,11 +131,82 @@ def computed_logits(path: Path, ids: Tensor) -> Tensor:
     return torch.cat(logits)
 
 
+def computed_logits_of_layers(path: Path, ids: Tensor) -> list[Tensor]:
+    """Return the rows of `expected_logits_of_layers` as our layers compute them."""
+    decoder = load_tapped(path)
+    model = load_mtp(path, decoder, "model")
+    assert isinstance(model, LayeredHead)
+    depth, size = model.draft_layers, decoder.block_size
+    feeder, follower = Driver(decoder, [ids], size), Driver(model, [ids], size)
+    logits: list[list[Tensor]] = [[] for _ in range(depth)]
+    for first, count in ((0, 7), (7, 1), (8, LENGTH - 8)):
+        decoder.forward(feeder.batch([(0, count)]), feeder.cache)
+        feeder.advance([(0, count)])
+        [states] = decoder.tapped(count)
+        batch, states = follower.batch([(0, count)]), states.clone()
+        for number in range(depth):
+            start = first + 1 + number
+            shifted = replace(batch, token_ids=ids[start : start + count])
+            hidden, states = model.run_layer(number, shifted, follower.cache, states)
+            logits[number].append(model.logits(hidden).clone())
+        follower.advance([(0, count)])
+    return [torch.cat(rows) for rows in logits]
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("family", ["deepseek v3", "glm4 moe", "mimo", "mimo v2 flash"])
+def test_each_of_several_layers_computes_the_published_formulas(
+    family: str, layers: int, tmp_path: Path
+) -> None:
+    parts = make_mtp(tmp_path, family, layers)
+    ids = random_ids(parts, LENGTH + layers)
+    expected = expected_logits_of_layers(parts, ids, is_chained=family != "mimo v2 flash")
+    computed = computed_logits_of_layers(tmp_path, ids)
+    for mine, theirs in zip(computed, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_of_a_gguf_file_compute_the_same(tmp_path: Path) -> None:
+    parts = make_mtp(tmp_path, "glm4 moe", 3)
+    write_mtp_gguf(tmp_path / "model.gguf", parts)
+    ids = random_ids(parts, LENGTH + 3)
+    expected = expected_logits_of_layers(parts, ids, is_chained=True)
+    with opened_checkpoint(tmp_path / "model.gguf") as directory:
+        computed = computed_logits_of_layers(directory, ids)
+    for mine, theirs in zip(computed, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_layer_reads_tables_of_its_own_unless_they_repeat_those_of_the_model(
+    tmp_path: Path,
+) -> None:
+    """Files of DeepSeek repeat them, which would take gigabytes."""
+    parts = make_mtp(tmp_path, "deepseek v3", 2, own_tables=True)
+    ids = random_ids(parts, LENGTH + 2)
+    reference = Reference(parts)
+    with torch.no_grad():
+        embedded = reference.embedding.flip(0)[ids[1 : LENGTH + 1]]
+        _, first = reference.layer(0, embedded, reference.states(ids[:LENGTH]))
+        _, second = reference.layer(1, reference.embedding[ids[2 : LENGTH + 2]], first)
+    expected = [first @ reference.output.flip(0).T, second @ reference.output.T]
+    for mine, theirs in zip(computed_logits_of_layers(tmp_path, ids), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    decoder = load_tapped(tmp_path)
+    head = load_mtp(tmp_path, decoder, "model")
+    assert isinstance(head, LayeredHead)
+    assert [each.output is decoder.output for each in head.layers] == [False, True]
+    assert [each.embedding is decoder.embedding for each in head.layers] == [False, True]
+
+
+def random_ids(parts: MtpParts, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(parts.whole.config.vocab_size, (count,), generator=generator)
+
+
 @pytest.mark.parametrize("family", FORMATS)
 def test_logits_are_those_of_the_published_formulas(family: str, tmp_path: Path) -> None:
     parts = make_mtp(tmp_path, family)
-    torch.manual_seed(3)
-    ids = torch.randint(parts.whole.config.vocab_size, (LENGTH + FOLLOWING,))
+    ids = random_ids(parts, LENGTH + FOLLOWING)
     expected = expected_logits(parts, ids)
     logits = computed_logits(tmp_path, ids)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
@@ -93,8 +219,7 @@ def test_layer_of_a_gguf_file_computes_the_same(family: str, tmp_path: Path) -> 
         changes["rope_parameters"] = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
     parts = make_mtp(tmp_path, family, **changes)
     write_mtp_gguf(tmp_path / "model.gguf", parts)
-    torch.manual_seed(3)
-    ids = torch.randint(parts.whole.config.vocab_size, (LENGTH + FOLLOWING,))
+    ids = random_ids(parts, LENGTH + FOLLOWING)
     with opened_checkpoint(tmp_path / "model.gguf") as directory:
         logits = computed_logits(directory, ids)
     torch.testing.assert_close(logits, expected_logits(parts, ids), atol=1e-4, rtol=1e-4)

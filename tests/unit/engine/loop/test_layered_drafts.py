@@ -1,0 +1,254 @@
+"""Drafts of several MTP layers: the output stays the same, and each layer drafts its own token."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.engine.execution.head_drafts import HeadDrafts
+from services.engine.execution.layered_drafts import LayeredDrafts
+from services.engine.loop.step_loop import StepLoop
+from services.engine.messages import GrantCredit, Token
+from services.engine.model.decoder import Decoder
+from services.engine.model.draft_head import DraftHead
+from services.engine.model.layered_head import LayeredHead
+from services.engine.model.loader import load_model
+from services.engine.model.mtp_head import load_mtp
+from services.engine.scheduling.draft_plan import DraftPart, DraftResult
+from tests.unit.engine.checkpoints.driver import Driver
+from tests.unit.engine.loop.test_step_loop import assert_same_up_to_ties
+from tests.unit.engine.mtp import make_tiny_mtp
+from tests.unit.engine.tiny import (
+    BLOCK,
+    SAME_EXAMPLES,
+    VOCABULARY,
+    make_loop,
+    make_request,
+    run,
+    tokens_of,
+)
+
+PROMPTS = st.lists(st.integers(1, 3), min_size=1, max_size=40)
+
+
+class Pair(NamedTuple):
+    """A model and its MTP layers."""
+
+    decoder: Decoder
+    head: DraftHead
+
+
+def load_pair(directory: Path) -> Pair:
+    decoder = load_model(directory, torch.float32)
+    assert isinstance(decoder, Decoder)
+    decoder.tap([decoder.spec.num_layers])
+    return Pair(decoder, load_mtp(directory, decoder, "model"))
+
+
+@pytest.fixture(scope="module")
+def useless(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Pair]:
+    """Models with layers of random weights, by the number of layers."""
+    folder = tmp_path_factory.mktemp("useless")
+    return {count: load_pair(make_tiny_mtp(folder / str(count), count)) for count in (1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Pair]:
+    """Models that count, by the number of layers, of which each knows what is right."""
+    folder = tmp_path_factory.mktemp("counting")
+    return {
+        count: load_pair(make_tiny_mtp(folder / str(count), count, counts=True))
+        for count in (1, 2, 3)
+    }
+
+
+class WatchedDrafts(LayeredDrafts):
+    """Drafts that note what the layers of a test compute."""
+
+    parts: ClassVar[list[DraftPart]] = []
+
+    def make(self, parts: Sequence[DraftPart]) -> DraftResult:
+        self.parts.extend(parts)
+        return super().make(parts)
+
+
+@pytest.fixture
+def parts() -> list[DraftPart]:
+    """Parts that watched drafts compute."""
+    WatchedDrafts.parts.clear()
+    return WatchedDrafts.parts
+
+
+def loop_of(pair: Pair, **options: object) -> StepLoop:
+    drafts = LayeredDrafts if pair.head.draft_layers > 1 else HeadDrafts
+    return make_loop(pair.decoder, draft=pair.head, **{"head_drafts": drafts, **options})  # type: ignore[arg-type]
+
+
+@given(
+    prompts=st.lists(PROMPTS, min_size=1, max_size=6),
+    blocks=st.integers(18, 60),
+    temperature=st.sampled_from([0.0, 0.05, 0.3]),
+    credit=st.sampled_from([None, 1, 5]),
+    counts=st.booleans(),
+    speculate=st.booleans(),
+    padded=st.booleans(),
+    most_kept=st.sampled_from([8, 4096]),
+    n=st.integers(1, 3),
+    layers=st.integers(1, 3),
+)
+@settings(SAME_EXAMPLES, max_examples=60)
+def test_layers_never_change_output(
+    useless: dict[int, Pair],
+    counting: dict[int, Pair],
+    prompts: list[list[int]],
+    blocks: int,
+    temperature: float,
+    credit: int | None,
+    counts: bool,
+    speculate: bool,
+    padded: bool,
+    most_kept: int,
+    n: int,
+    layers: int,
+) -> None:
+    """Greedy or seeded, together with preemption, shared prefixes, n-grams, choices and credit."""
+    pair = (counting if counts else useless)[layers]
+    requests = [
+        make_request(
+            i, [prompt], max_tokens=30, temperature=temperature, credit=credit, logprobs=2, n=n
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    more = [GrantCredit(i, 100) for i in range(len(prompts))]
+    plain = run(make_loop(pair.decoder, blocks=blocks), [*requests, *more])
+    drafting = loop_of(pair, blocks=blocks, speculate=speculate, padded=padded, most_kept=most_kept)
+    drafted = run(drafting, [*requests, *more])
+    for place, ids in tokens_of(plain).items():
+        if temperature:
+            assert tokens_of(drafted)[place] == ids
+            continue
+        alone = [o for o in plain if isinstance(o, Token) and (o.handle, o.sequence) == place]
+        assert_same_up_to_ties(tokens_of(drafted)[place], alone)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("layers", [2, 3])
+def test_each_layer_drafts_the_token_that_it_was_made_for(
+    counting: dict[int, Pair], layers: int, padded: bool
+) -> None:
+    """A layer that read other tokens or states would draft other numbers."""
+    loop = loop_of(counting[layers], padded=padded)
+    requests = [make_request(i, [[9, 4, 7, 5 + i]], max_tokens=60) for i in range(3)]
+    outputs = run(loop, requests)
+    for i in range(3):
+        assert tokens_of(outputs)[i, 0] == [(6 + i + j) % VOCABULARY for j in range(60)]
+    load = loop.take_output().load
+    [total] = load.drafts
+    assert total.accepted == total.drafted > 90
+    assert load.steps < 180 / (layers + 0.5)
+
+
+def test_more_layers_take_fewer_steps_than_one_that_reads_its_own_output(
+    counting: dict[int, Pair],
+) -> None:
+    """The first layer's own output lacks what it reads in hidden states of the model."""
+    steps = []
+    for layers in (1, 2, 3):
+        loop = loop_of(counting[layers])
+        run(loop, [make_request(1, [[9, 4, 7, 5]], max_tokens=80)])
+        steps.append(loop.take_output().load.steps)
+    assert steps[0] > 1.3 * steps[1] > 1.5 * steps[2]
+
+
+def test_last_rows_of_a_pass_are_computed_again_once_their_tokens_are_known(
+    counting: dict[int, Pair], parts: list[DraftPart]
+) -> None:
+    """Pages behind rejected draft tokens would mislead the deeper layers from then on."""
+    rows: list[tuple[int, int]] = []
+
+    class CheckedDrafts(WatchedDrafts):
+        def make(self, parts: Sequence[DraftPart]) -> DraftResult:
+            rows.extend((part.start - 1, part.end - 2) for part in parts)
+            return super().make(parts)
+
+    loop = loop_of(counting[3], head_drafts=CheckedDrafts)
+    run(loop, [make_request(1, [[9, 4, 7, 5, 8, 2]], max_tokens=60)])
+    assert len(rows) > 5
+    for (_, last), (first, _) in pairwise(rows):
+        assert first == last - 1
+    assert all(part.length <= 3 for part in parts)
+
+
+def test_prefix_that_sequences_share_is_computed_once(
+    counting: dict[int, Pair], parts: list[DraftPart]
+) -> None:
+    loop = loop_of(counting[3], head_drafts=WatchedDrafts)
+    prompt = [3, 9, 4, 7, 1, 8] * 8
+    run(loop, [make_request(1, [[*prompt, 5]], max_tokens=20)])
+    assert parts[0].start == 1
+    parts.clear()
+    outputs = run(loop, [make_request(2, [[*prompt[:40], 2, 5]], max_tokens=20)])
+    assert (parts[0].start, parts[0].first_block) == (41, 0)
+    assert tokens_of(outputs)[2, 0] == [*range(6, 26)]
+
+
+def test_layers_go_on_behind_hidden_states_that_are_gone(
+    counting: dict[int, Pair], parts: list[DraftPart]
+) -> None:
+    """Their context then begins at a later block, at the positions that the tokens have."""
+    loop = loop_of(counting[3], head_drafts=WatchedDrafts, most_kept=32)
+    outputs = run(loop, [make_request(1, [[*[3, 9, 4, 7] * 12, 5]], max_tokens=40)])
+    assert (parts[0].first_block, parts[0].start) == (5, 21)
+    [total] = loop.take_output().load.drafts
+    assert total.accepted == total.drafted > 10
+    assert tokens_of(outputs)[1, 0] == [*range(6, 46)]
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_drafts_are_those_of_one_pass_over_all_known_tokens(
+    useless: dict[int, Pair], layers: int
+) -> None:
+    """Pages of rejected draft tokens would change them."""
+    made: list[tuple[list[int], Sequence[int]]] = []
+
+    class FreeDrafts(LayeredDrafts):
+        """Drafts whose passes take no time, so that rejected ones do not end them."""
+
+        def make(self, parts: Sequence[DraftPart]) -> DraftResult:
+            self._clock = lambda: 0.0
+            result = super().make(parts)
+            for part, draft in zip(parts, result.tokens, strict=True):
+                if draft and not part.first_block:
+                    made.append((part.sequence.tokens[: part.end].tolist(), draft))
+            return result
+
+    pair = useless[layers]
+    loop = loop_of(pair, head_drafts=FreeDrafts)
+    run(loop, [make_request(i, [[5 + i, 9, 3, 8, 2]], max_tokens=60) for i in range(3)])
+    assert len(made) > 10
+    assert max(len(draft) for _, draft in made) > 1
+    for tokens, draft in made:
+        assert list(draft) == drafts_of_one_pass(pair, tokens, len(draft))
+
+
+def drafts_of_one_pass(pair: Pair, tokens: Sequence[int], count: int) -> list[int]:
+    """Return the draft tokens that layers make behind tokens of which they know none yet."""
+    decoder, head = pair
+    assert isinstance(head, LayeredHead)
+    rows = len(tokens) - 1
+    feeder = Driver(decoder, [torch.tensor(tokens[:rows])], BLOCK)
+    decoder.forward(feeder.batch([(0, rows)]), feeder.cache)
+    [tapped] = decoder.tapped(rows)
+    states, known = tapped.clone(), list(tokens)
+    for number in range(count):
+        shifted = torch.tensor(known[number + 1 :])
+        follower = Driver(head, [shifted], BLOCK)
+        batch = follower.batch([(0, rows)])
+        hidden, states = head.run_layer(number, batch, follower.cache, states)
+        known.append(int(head.logits(hidden[-1:]).argmax()))
+    return known[len(tokens) :]
