@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gguf import MODEL_ARCH_NAMES, GGUFWriter
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
+from services.engine.model.decoder import Decoder
+from services.engine.model.draft_head import DraftHead
+from services.engine.model.loader import load_model
+from services.engine.model.mtp_head import load_mtp
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.gguf_checkpoints import ARCHITECTURES, write_gguf
@@ -142,6 +147,21 @@ def _add_tables(tensors: dict[str, Tensor], number: int, layers: int) -> None:
             tensors[f"model.layers.{number + depth}.{name}.weight"] = own.contiguous()
 
 
+class MtpPair(NamedTuple):
+    """A model and its MTP layers."""
+
+    decoder: Decoder
+    head: DraftHead
+
+
+def load_mtp_pair(directory: Path) -> MtpPair:
+    """Load a model that copies its final hidden states, and its MTP layers."""
+    decoder = load_model(directory, torch.float32)
+    assert isinstance(decoder, Decoder)
+    decoder.tap([decoder.spec.num_layers])
+    return MtpPair(decoder, load_mtp(directory, decoder, "model"))
+
+
 def make_tiny_mtp(directory: Path, layers: int, *, counts: bool = False) -> Path:
     """Write a tiny Llama of 3 layers with MTP layers of random weights, in DeepSeek's format.
 
@@ -189,10 +209,13 @@ def make_tiny_mtp(directory: Path, layers: int, *, counts: bool = False) -> Path
     return directory
 
 
-def write_mtp_gguf(path: Path, parts: MtpParts, *, without: str = "") -> None:
+def write_mtp_gguf(
+    path: Path, parts: MtpParts, *, without: str = "", output: Tensor | None = None
+) -> None:
     """Write a GGUF file of a model whose last layers are the MTP layers, as llama.cpp names them.
 
-    without: name of a tensor that the file lacks.
+    without: name of a tensor that the file lacks. output: output projection of the first of these
+    layers, which then also has a rounded copy of the model's embeddings.
     """
     config = parts.whole.config
     architecture = MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]]
@@ -205,5 +228,11 @@ def write_mtp_gguf(path: Path, parts: MtpParts, *, without: str = "") -> None:
             for name, tensor in zip(names, weights, strict=True):
                 if name != without:
                     writer.add_tensor(f"blk.{number}.nextn.{name}.weight", tensor.numpy())
+        if output is not None:
+            table = parts.whole.model.embed_tokens.weight.detach().numpy()
+            rounded, name = quantize(table, GGMLQuantizationType.Q4_0), f"blk.{first}.nextn"
+            kind = GGMLQuantizationType.Q4_0
+            writer.add_tensor(f"{name}.embed_tokens.weight", rounded, raw_dtype=kind)
+            writer.add_tensor(f"{name}.shared_head_head.weight", output.numpy())
 
     write_gguf(path, parts.whole, further=add_inputs)

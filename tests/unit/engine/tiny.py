@@ -20,12 +20,14 @@ from services.engine.checked_request import (
 )
 from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.head_drafts import HeadDrafts
+from services.engine.execution.layered_drafts import LayeredDrafts
 from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import AddRequest, Command, Output, Token
 from services.engine.model.attention import KVCache
 from services.engine.model.draft_head import DraftHead
+from services.engine.model.layered_head import LayeredHead
 from services.engine.model.loader import load_model
 from services.engine.model.model import Model
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
@@ -111,14 +113,15 @@ def make_loop(
     runner: Callable[[Model, KVCache, StepCapacity | None], ModelRunner] = ModelRunner,
     draft: Model | None = None,
     draft_model: type[DraftModel] = DraftModel,
-    head_drafts: type[HeadDrafts] = HeadDrafts,
+    head_drafts: type[HeadDrafts] | None = None,
     targets: Sequence[int] = (),
     most_kept: int = 4096,
 ) -> StepLoop:
     """Return a loop whose clock advances by the next of `ticks`, in a cycle, at each reading.
 
-    padded: pad decode steps like a GPU. draft: model or head that makes draft tokens. targets and
-    most_kept: parameters of `HeadDrafts`.
+    padded: pad decode steps like a GPU. draft: model or head that makes draft tokens. head_drafts:
+    the class that runs a head; None = the one that an engine takes. targets and most_kept:
+    parameters of `HeadDrafts`.
     """
     clock = accumulate(cycle(ticks))
     drafts: DraftModel | None = None
@@ -129,7 +132,9 @@ def make_loop(
         capacity = StepCapacity(64, running, CONTEXT // block) if padded else None
         if isinstance(draft, DraftHead):
             kind, kept = DraftKind.EAGLE, most_kept
-            drafts = head_drafts(draft, own, size, 64, kind, targets, kept, *clocks, capacity)
+            runs = LayeredDrafts if isinstance(draft, LayeredHead) else HeadDrafts
+            runs = head_drafts or runs
+            drafts = runs(draft, own, size, 64, kind, targets, kept, *clocks, capacity)
         else:
             drafts = draft_model(draft, own, size, 64, *clocks, capacity)
         drafts.capture(drafts.graph_sizes)

@@ -1,4 +1,4 @@
-"""An engine that drafts with the MTP layer of its checkpoint gives the same answers."""
+"""An engine that drafts with the MTP layers of its checkpoint gives the same answers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +17,15 @@ from tests.unit.engine.tiny import make_checkpoint
 SETTINGS = EngineSettings(dtype="float32", device="cpu", kv_memory="16MiB", max_running=4)
 
 
-@pytest.mark.parametrize("family", FORMATS)
-def test_mtp_layer_keeps_the_answers_and_is_counted(family: str, tmp_path: Path) -> None:
-    """Its weights are random here, so that few draft tokens are accepted."""
-    make_mtp(tmp_path, family)
+_SEVERAL = [("deepseek v3", 2), ("glm4 moe", 3), ("mimo", 2), ("mimo v2 flash", 3)]
+
+
+@pytest.mark.parametrize(("family", "layers"), [*((each, 1) for each in FORMATS), *_SEVERAL])
+def test_mtp_layers_keep_the_answers_and_are_counted(
+    family: str, layers: int, tmp_path: Path
+) -> None:
+    """Their weights are random here, so that few draft tokens are accepted."""
+    make_mtp(tmp_path, family, layers)
     answers, counts = [], []
     for speculate in ("off", "mtp", "auto"):
         with Engine(tmp_path, replace(SETTINGS, speculate=speculate)) as engine:

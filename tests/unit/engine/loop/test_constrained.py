@@ -25,6 +25,7 @@ from services.engine.model.eagle_head import EagleHead
 from services.engine.model.model import Model
 from tests.unit.engine.eagle import load_with_head, make_eagle, make_repeater
 from tests.unit.engine.loop.grammar import Grammar
+from tests.unit.engine.mtp import MtpPair, load_mtp_pair, make_tiny_mtp
 from tests.unit.engine.tiny import (
     SAME_EXAMPLES,
     VOCABULARY,
@@ -53,6 +54,12 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, EagleHead
     directory = tmp_path_factory.mktemp("headed")
     model = make_repeater(directory / "model", make_checkpoint(directory / "random"))
     return load_with_head(model, make_eagle(directory / "head", model, repeats=True))
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory: pytest.TempPathFactory) -> MtpPair:
+    """A model that counts, and MTP layers that draft that."""
+    return load_mtp_pair(make_tiny_mtp(tmp_path_factory.mktemp("layered"), 3, counts=True))
 
 
 def generate(
@@ -152,7 +159,7 @@ KINDS: dict[str, Callable[..., AddRequest]] = {
 @given(
     allowed=REPEATED,
     jumps=st.booleans(),
-    mode=st.sampled_from(["plain", "speculate", "draft model", "head"]),
+    mode=st.sampled_from(["plain", "speculate", "draft model", "head", "layers"]),
     overlaps=st.booleans(),
     max_tokens=st.integers(2, 24),
     lateness=st.lists(st.integers(0, 5), min_size=1, max_size=5),
@@ -162,6 +169,7 @@ KINDS: dict[str, Callable[..., AddRequest]] = {
 def test_forced_and_draft_tokens_and_late_masks_do_not_change_the_output(
     decoder: Model,
     headed: tuple[Decoder, EagleHead],
+    layered: MtpPair,
     kind: str,
     allowed: list[set[int]],
     jumps: bool,
@@ -172,8 +180,8 @@ def test_forced_and_draft_tokens_and_late_masks_do_not_change_the_output(
     neighbours: int,
 ) -> None:
     model, head = headed
-    drafts = {"draft model": decoder, "head": head.model}
-    decoder = model if mode == "head" else decoder
+    drafts = {"draft model": decoder, "head": head.model, "layers": layered.head}
+    decoder = {"head": model, "layers": layered.decoder}.get(mode, decoder)
     request = KINDS[kind](max_tokens=max_tokens, ignore_eos=False, constrained=True)
     one_by_one = generate(decoder, request, allowed, jumps=False)
     at_once = generate(

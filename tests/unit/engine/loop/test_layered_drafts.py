@@ -2,27 +2,20 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.execution.head_drafts import HeadDrafts
 from services.engine.execution.layered_drafts import LayeredDrafts
-from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import GrantCredit, Token
-from services.engine.model.decoder import Decoder
-from services.engine.model.draft_head import DraftHead
 from services.engine.model.layered_head import LayeredHead
-from services.engine.model.loader import load_model
-from services.engine.model.mtp_head import load_mtp
 from services.engine.scheduling.draft_plan import DraftPart, DraftResult
 from tests.unit.engine.checkpoints.driver import Driver
 from tests.unit.engine.loop.test_step_loop import assert_same_up_to_ties
-from tests.unit.engine.mtp import make_tiny_mtp
+from tests.unit.engine.mtp import MtpPair, load_mtp_pair, make_tiny_mtp
 from tests.unit.engine.tiny import (
     BLOCK,
     SAME_EXAMPLES,
@@ -36,33 +29,19 @@ from tests.unit.engine.tiny import (
 PROMPTS = st.lists(st.integers(1, 3), min_size=1, max_size=40)
 
 
-class Pair(NamedTuple):
-    """A model and its MTP layers."""
-
-    decoder: Decoder
-    head: DraftHead
-
-
-def load_pair(directory: Path) -> Pair:
-    decoder = load_model(directory, torch.float32)
-    assert isinstance(decoder, Decoder)
-    decoder.tap([decoder.spec.num_layers])
-    return Pair(decoder, load_mtp(directory, decoder, "model"))
-
-
 @pytest.fixture(scope="module")
-def useless(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Pair]:
+def useless(tmp_path_factory: pytest.TempPathFactory) -> dict[int, MtpPair]:
     """Models with layers of random weights, by the number of layers."""
     folder = tmp_path_factory.mktemp("useless")
-    return {count: load_pair(make_tiny_mtp(folder / str(count), count)) for count in (1, 2, 3)}
+    return {count: load_mtp_pair(make_tiny_mtp(folder / str(count), count)) for count in (1, 2, 3)}
 
 
 @pytest.fixture(scope="module")
-def counting(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Pair]:
+def counting(tmp_path_factory: pytest.TempPathFactory) -> dict[int, MtpPair]:
     """Models that count, by the number of layers, of which each knows what is right."""
     folder = tmp_path_factory.mktemp("counting")
     return {
-        count: load_pair(make_tiny_mtp(folder / str(count), count, counts=True))
+        count: load_mtp_pair(make_tiny_mtp(folder / str(count), count, counts=True))
         for count in (1, 2, 3)
     }
 
@@ -84,11 +63,6 @@ def parts() -> list[DraftPart]:
     return WatchedDrafts.parts
 
 
-def loop_of(pair: Pair, **options: object) -> StepLoop:
-    drafts = LayeredDrafts if pair.head.draft_layers > 1 else HeadDrafts
-    return make_loop(pair.decoder, draft=pair.head, **{"head_drafts": drafts, **options})  # type: ignore[arg-type]
-
-
 @given(
     prompts=st.lists(PROMPTS, min_size=1, max_size=6),
     blocks=st.integers(18, 60),
@@ -103,8 +77,8 @@ def loop_of(pair: Pair, **options: object) -> StepLoop:
 )
 @settings(SAME_EXAMPLES, max_examples=60)
 def test_layers_never_change_output(
-    useless: dict[int, Pair],
-    counting: dict[int, Pair],
+    useless: dict[int, MtpPair],
+    counting: dict[int, MtpPair],
     prompts: list[list[int]],
     blocks: int,
     temperature: float,
@@ -126,7 +100,14 @@ def test_layers_never_change_output(
     ]
     more = [GrantCredit(i, 100) for i in range(len(prompts))]
     plain = run(make_loop(pair.decoder, blocks=blocks), [*requests, *more])
-    drafting = loop_of(pair, blocks=blocks, speculate=speculate, padded=padded, most_kept=most_kept)
+    drafting = make_loop(
+        pair.decoder,
+        draft=pair.head,
+        blocks=blocks,
+        speculate=speculate,
+        padded=padded,
+        most_kept=most_kept,
+    )
     drafted = run(drafting, [*requests, *more])
     for place, ids in tokens_of(plain).items():
         if temperature:
@@ -139,10 +120,11 @@ def test_layers_never_change_output(
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("layers", [2, 3])
 def test_each_layer_drafts_the_token_that_it_was_made_for(
-    counting: dict[int, Pair], layers: int, padded: bool
+    counting: dict[int, MtpPair], layers: int, padded: bool
 ) -> None:
     """A layer that read other tokens or states would draft other numbers."""
-    loop = loop_of(counting[layers], padded=padded)
+    pair = counting[layers]
+    loop = make_loop(pair.decoder, draft=pair.head, padded=padded)
     requests = [make_request(i, [[9, 4, 7, 5 + i]], max_tokens=60) for i in range(3)]
     outputs = run(loop, requests)
     for i in range(3):
@@ -154,19 +136,19 @@ def test_each_layer_drafts_the_token_that_it_was_made_for(
 
 
 def test_more_layers_take_fewer_steps_than_one_that_reads_its_own_output(
-    counting: dict[int, Pair],
+    counting: dict[int, MtpPair],
 ) -> None:
     """The first layer's own output lacks what it reads in hidden states of the model."""
     steps = []
     for layers in (1, 2, 3):
-        loop = loop_of(counting[layers])
+        loop = make_loop(counting[layers].decoder, draft=counting[layers].head)
         run(loop, [make_request(1, [[9, 4, 7, 5]], max_tokens=80)])
         steps.append(loop.take_output().load.steps)
     assert steps[0] > 1.3 * steps[1] > 1.5 * steps[2]
 
 
 def test_last_rows_of_a_pass_are_computed_again_once_their_tokens_are_known(
-    counting: dict[int, Pair], parts: list[DraftPart]
+    counting: dict[int, MtpPair], parts: list[DraftPart]
 ) -> None:
     """Pages behind rejected draft tokens would mislead the deeper layers from then on."""
     rows: list[tuple[int, int]] = []
@@ -176,7 +158,8 @@ def test_last_rows_of_a_pass_are_computed_again_once_their_tokens_are_known(
             rows.extend((part.start - 1, part.end - 2) for part in parts)
             return super().make(parts)
 
-    loop = loop_of(counting[3], head_drafts=CheckedDrafts)
+    decoder, head = counting[3]
+    loop = make_loop(decoder, draft=head, head_drafts=CheckedDrafts)
     run(loop, [make_request(1, [[9, 4, 7, 5, 8, 2]], max_tokens=60)])
     assert len(rows) > 5
     for (_, last), (first, _) in pairwise(rows):
@@ -185,9 +168,10 @@ def test_last_rows_of_a_pass_are_computed_again_once_their_tokens_are_known(
 
 
 def test_prefix_that_sequences_share_is_computed_once(
-    counting: dict[int, Pair], parts: list[DraftPart]
+    counting: dict[int, MtpPair], parts: list[DraftPart]
 ) -> None:
-    loop = loop_of(counting[3], head_drafts=WatchedDrafts)
+    decoder, head = counting[3]
+    loop = make_loop(decoder, draft=head, head_drafts=WatchedDrafts)
     prompt = [3, 9, 4, 7, 1, 8] * 8
     run(loop, [make_request(1, [[*prompt, 5]], max_tokens=20)])
     assert parts[0].start == 1
@@ -198,10 +182,11 @@ def test_prefix_that_sequences_share_is_computed_once(
 
 
 def test_layers_go_on_behind_hidden_states_that_are_gone(
-    counting: dict[int, Pair], parts: list[DraftPart]
+    counting: dict[int, MtpPair], parts: list[DraftPart]
 ) -> None:
     """Their context then begins at a later block, at the positions that the tokens have."""
-    loop = loop_of(counting[3], head_drafts=WatchedDrafts, most_kept=32)
+    decoder, head = counting[3]
+    loop = make_loop(decoder, draft=head, head_drafts=WatchedDrafts, most_kept=32)
     outputs = run(loop, [make_request(1, [[*[3, 9, 4, 7] * 12, 5]], max_tokens=40)])
     assert (parts[0].first_block, parts[0].start) == (5, 21)
     [total] = loop.take_output().load.drafts
@@ -211,7 +196,7 @@ def test_layers_go_on_behind_hidden_states_that_are_gone(
 
 @pytest.mark.parametrize("layers", [2, 3])
 def test_drafts_are_those_of_one_pass_over_all_known_tokens(
-    useless: dict[int, Pair], layers: int
+    useless: dict[int, MtpPair], layers: int
 ) -> None:
     """Pages of rejected draft tokens would change them."""
     made: list[tuple[list[int], Sequence[int]]] = []
@@ -228,7 +213,7 @@ def test_drafts_are_those_of_one_pass_over_all_known_tokens(
             return result
 
     pair = useless[layers]
-    loop = loop_of(pair, head_drafts=FreeDrafts)
+    loop = make_loop(pair.decoder, draft=pair.head, head_drafts=FreeDrafts)
     run(loop, [make_request(i, [[5 + i, 9, 3, 8, 2]], max_tokens=60) for i in range(3)])
     assert len(made) > 10
     assert max(len(draft) for _, draft in made) > 1
@@ -236,7 +221,7 @@ def test_drafts_are_those_of_one_pass_over_all_known_tokens(
         assert list(draft) == drafts_of_one_pass(pair, tokens, len(draft))
 
 
-def drafts_of_one_pass(pair: Pair, tokens: Sequence[int], count: int) -> list[int]:
+def drafts_of_one_pass(pair: MtpPair, tokens: Sequence[int], count: int) -> list[int]:
     """Return the draft tokens that layers make behind tokens of which they know none yet."""
     decoder, head = pair
     assert isinstance(head, LayeredHead)

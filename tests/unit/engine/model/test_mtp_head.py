@@ -177,6 +177,19 @@ def test_layers_of_a_gguf_file_compute_the_same(tmp_path: Path) -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
+def test_layer_of_a_gguf_file_reads_an_output_projection_of_its_own(tmp_path: Path) -> None:
+    """But no embeddings that repeat the model's with other rounding."""
+    parts = make_mtp(tmp_path, "glm4 moe", 2)
+    own = Reference(parts).output.flip(0).contiguous()
+    write_mtp_gguf(tmp_path / "model.gguf", parts, output=own)
+    ids = random_ids(parts, LENGTH + 2)
+    first, second = expected_logits_of_layers(parts, ids, is_chained=True)
+    with opened_checkpoint(tmp_path / "model.gguf") as directory:
+        computed = computed_logits_of_layers(directory, ids)
+    torch.testing.assert_close(computed[0], first.flip(1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(computed[1], second, atol=1e-4, rtol=1e-4)
+
+
 def test_layer_reads_tables_of_its_own_unless_they_repeat_those_of_the_model(
     tmp_path: Path,
 ) -> None:

@@ -15,7 +15,13 @@ from tests.unit.engine.mtp import make_mtp
 from tests.unit.engine.ranks.rank_drafts import Answers, answer, run_rank
 from tests.unit.engine.tiny import make_checkpoint
 
-SOURCES = {"draft model": "draft_model", "eagle": "eagle", "mtp": "mtp", "by default": "mtp"}
+SOURCES = {
+    "draft model": "draft_model",
+    "eagle": "eagle",
+    "mtp": "mtp",
+    "by default": "mtp",
+    "mtp, 3 layers": "mtp",
+}
 SETTINGS = EngineSettings(dtype="float32", device="cpu", kv_memory="4MiB", max_running=4)
 
 
@@ -25,12 +31,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineSetting
     model, draft = make_checkpoint(folder / "model"), make_checkpoint(folder / "draft")
     head = make_eagle(folder / "head", model)
     make_mtp(folder / "mtp", "glm4 moe")
+    make_mtp(folder / "layers", "glm4 moe", 3)
     plain = replace(SETTINGS, model=model)
     return {
         "draft model": replace(plain, draft=str(draft)),
         "eagle": replace(plain, draft=str(head)),
         "mtp": replace(SETTINGS, model=folder / "mtp", speculate="mtp"),
         "by default": replace(SETTINGS, model=folder / "mtp"),
+        "mtp, 3 layers": replace(SETTINGS, model=folder / "layers", speculate="mtp"),
     }
 
 
