@@ -71,6 +71,7 @@ def parts() -> list[DraftPart]:
     counts=st.booleans(),
     speculate=st.booleans(),
     padded=st.booleans(),
+    overlaps=st.booleans(),
     most_kept=st.sampled_from([8, 4096]),
     n=st.integers(1, 3),
     layers=st.integers(1, 3),
@@ -86,6 +87,7 @@ def test_layers_never_change_output(
     counts: bool,
     speculate: bool,
     padded: bool,
+    overlaps: bool,
     most_kept: int,
     n: int,
     layers: int,
@@ -106,6 +108,7 @@ def test_layers_never_change_output(
         blocks=blocks,
         speculate=speculate,
         padded=padded,
+        overlaps=overlaps,
         most_kept=most_kept,
     )
     drafted = run(drafting, [*requests, *more])

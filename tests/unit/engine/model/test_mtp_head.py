@@ -14,7 +14,8 @@ from services.common.model_files.checkpoint import opened_checkpoint
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
 from services.engine.model.layered_head import LayeredHead
-from services.engine.model.loader import load_model
+from services.engine.model.loader import load_model, load_spec, open_tensors
+from services.engine.model.mtp_format import find_format, mtp_spec
 from services.engine.model.mtp_head import load_mtp
 from tests.unit.engine.checkpoints.driver import Driver
 from tests.unit.engine.checkpoints.shapes import YARN
@@ -259,6 +260,20 @@ def test_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="no file holds an MTP layer"):
         load_mtp(model, load_tapped(model), "model")
+
+
+def test_model_without_the_shape_of_its_layers_is_refused(tmp_path: Path) -> None:
+    """Those of MiMo V2 Flash have windows, and no experts."""
+    make_mtp(tmp_path, "mimo v2 flash")
+    spec = load_spec(tmp_path)
+    first, second, *_ = spec.layers
+    with open_tensors(tmp_path, spec, drafts=True) as files:
+        found = find_format(files, spec)
+        assert found is not None
+        with pytest.raises(CheckpointError, match="no layer with a window"):
+            mtp_spec(files, replace(spec, layers=(first,)), found)
+        with pytest.raises(CheckpointError, match="no layer with such a feed-forward layer"):
+            mtp_spec(files, replace(spec, layers=(second,)), found)
 
 
 def test_layer_with_a_missing_tensor_is_refused(tmp_path: Path) -> None:

@@ -174,6 +174,16 @@ class TestDraftLengths:
         assert 0 < some < 8
         assert lengths.choose_made(1, [draft], lambda _: 0.9).lengths == [0]
 
+    def test_layers_of_a_head_make_all_tokens_in_one_pass(self) -> None:
+        """So a longer draft costs no more passes, but a draft has to pay for all layers."""
+        lengths = DraftLengths(rows_at_once=16)
+        lengths.learn(1, 0, 1.0)
+        draft = MadeDraft(rate=0.9, most=3, rows=4, further_rows=0)
+        made = lengths.choose_made(1, [draft], lambda _: 0.5)
+        assert (made.lengths, made.seconds) == ([3], 0.5)
+        poor = MadeDraft(rate=0.3, most=3, rows=4, further_rows=0)
+        assert lengths.choose_made(1, [poor], lambda _: 0.5).lengths == [0]
+
     def test_drafts_share_the_passes_of_a_draft_model(self) -> None:
         """Equally long drafts take fewer passes than one long draft of as many tokens."""
         lengths = DraftLengths(rows_at_once=8)
