@@ -31,8 +31,18 @@ def taken_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
+PATIENT_SERVER = """
+from tokenwire.cli import main
+from tokenwire.serving import supervisor
+
+supervisor._HELD_SECONDS = 1e6
+main()
+"""
+"""`tokenwire` that holds the services' output back until they serve, on a busy machine too"""
+
+
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tokenwire", "serve", *arguments]
+    command = [sys.executable, "-c", PATIENT_SERVER, "serve", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
