@@ -22,11 +22,15 @@ KNOWN = {
 
 
 def compile_all(capability: int) -> Iterator[Compiled]:
-    """Yield both kernels for few and many rows, for each dtype, and for float32 scores."""
-    names = DTYPES if capability in OF_EACH_MEMORY else ("bf16",)
+    """Yield both kernels, for float32 scores too.
+
+    A GPU with the most memory has each dtype, and a GPU of each kind few rows and many; others have
+    many rows, whose tiles take the most memory.
+    """
+    names = DTYPES if capability == OF_EACH_MEMORY[-1] else ("bf16",)
     for name in names:
         dtype = DTYPES[name]
-        for tile_rows in (16, 64):
+        for tile_rows in (16, 64) if capability in OF_EACH_MEMORY else (64,):
             shape: dict[str, Any] = {
                 "parts": 3,
                 "fields": low_rank_kernels.FIELDS,

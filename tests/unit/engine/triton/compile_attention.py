@@ -43,9 +43,11 @@ SHAPES = {
     "bloom": (32, 32, 128, 128, 0.0, 0, False, False, True),
     "deepseek": (16, 16, 192, 128, 0.0, 0, False, False, False),
 }
-PROMPT = (300, "pages")
-BATCHES = ((1, "pages"), PROMPT, (40, "shared"), (64, "padded"))
-"""Rows, and how they are attended"""
+USUAL, WIDEST = "llama", "gemma4"
+"""Family of most models, and one whose tiles take the most memory"""
+PROMPT, PADDED = (300, "pages"), (64, "padded")
+BATCHES = ((1, "pages"), PROMPT, (40, "shared"), PADDED)
+"""Rows, and how they are attended. A padded step has the tiles of decodes and those of chunks."""
 
 
 class _Driver:
@@ -119,14 +121,21 @@ def _rotated_write(capability: int, *, is_fp8: bool, has_norms: bool) -> Compile
 def _cases(capability: int) -> Iterator[tuple[str, tuple[int, str], bool]]:
     """Yield families, rows and kinds of their batches, and whether over pages in FP8.
 
-    Every family has a chunk of a prompt, and the most usual one all batches. Those of the others
-    differ little between GPUs of the same shared memory, and between pages.
+    A prompt and a padded step have all tiles of a family, and all that distinguishes it. They are
+    compiled for a GPU of each kind of memory; prompts over pages in FP8, for the first GPU that has
+    these. Other GPUs have the usual family, and the prompt that takes the most memory.
     """
+    is_of_each = capability in OF_EACH_MEMORY
     for family, batch in product(SHAPES, BATCHES):
-        is_prompt = batch == PROMPT
-        if is_prompt or capability in OF_EACH_MEMORY or family == "llama":
+        has_all = batch in (PROMPT, PADDED)
+        if family == USUAL:
+            is_for_all = has_all or is_of_each
+        else:
+            is_for_all = family == WIDEST and batch == PROMPT
+        if is_for_all or (is_of_each and has_all):
             yield family, batch, False
-        if capability >= FP8_FROM and (is_prompt or family == "llama"):
+        is_first = capability == FP8_FROM and batch == PROMPT
+        if capability >= FP8_FROM and (is_for_all or is_first):
             yield family, batch, True
 
 

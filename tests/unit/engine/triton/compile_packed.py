@@ -35,34 +35,50 @@ DOWN = GATE | {"per_row": 1, "nonlinearity": None}
 
 
 def compile_all(capability: int) -> Iterator[Compiled]:
-    """Yield the products of several forms, their decoding, and those of experts."""
-    few, *_, most = packed_kernels._TILES
-    tiles = list(packed_kernels._TILES)
-    forms: tuple[PackedForm, ...] = (Q4_K, Q5_K, Q6_K, Q8_0)
-    if capability in OF_EACH_MEMORY:  # which also have larger tiles
-        tiles += packed_kernels._LARGE_TILES
-    else:
-        tiles, forms = [few, most], (Q5_K, Q6_K)
-    for tile in tiles:
-        yield _product(GPTQ, tile, capability)
-    for form in forms:
-        for tile in (few, tiles[-1]):
-            yield _product(form, tile, capability)
-    for tile in packed_kernels._VALUE_TILES:
-        yield _product(NF4, tile, capability)
-    yield _product(Q4_K, most, capability, dtype="fp16", adds=True, whole=False)
-    for form in (GPTQ, Q5_K, Q6_K, NF4):
-        yield _decoding(form, capability)
-    of_experts = list(packed_kernels._EXPERT_TILES)
-    if capability == HOPPER:
-        of_experts.append(packed_kernels._LARGE_TILES[-1])
-    for tile in of_experts:
-        yield _experts(Q4_K, GATE, tile, capability)
-    for form, products in ((GPTQ, GATE), (Q6_K, DOWN)):
-        yield _experts(form, products, of_experts[-1], capability)
-    yield _experts(NF4, GATE, packed_kernels._VALUE_TILES[-1], capability)
-    yield _ordering(of_experts[-1].rows, capability)
+    """Yield the products of several forms, their decoding, and those of experts.
+
+    Hopper has all tiles and all forms. Others have one kernel of each kind, and their own tiles:
+    decoding takes the same instructions on all.
+    """
+    yield from _hopper() if capability == HOPPER else _other(capability)
     yield from _bytes(capability)
+
+
+def _hopper() -> Iterator[Compiled]:
+    few, *_, most = packed_kernels._TILES
+    largest = packed_kernels._LARGE_TILES[-1]
+    for tile in (*packed_kernels._TILES, *packed_kernels._LARGE_TILES):
+        yield _product(GPTQ, tile, HOPPER)
+    for form in (Q4_K, Q5_K, Q6_K, Q8_0):
+        yield _product(form, largest, HOPPER)
+    for form in (Q5_K, Q6_K):
+        yield _product(form, few, HOPPER)
+    for tile in packed_kernels._VALUE_TILES:
+        yield _product(NF4, tile, HOPPER)
+    yield _product(Q4_K, most, HOPPER, dtype="fp16", adds=True, whole=False)
+    for form in (GPTQ, Q5_K, Q6_K, NF4):
+        yield _decoding(form, HOPPER)
+    for tile in (*packed_kernels._EXPERT_TILES, largest):
+        yield _experts(Q4_K, GATE, tile, HOPPER)
+    for form, products in ((GPTQ, GATE), (Q6_K, DOWN)):
+        yield _experts(form, products, largest, HOPPER)
+    yield _experts(NF4, GATE, packed_kernels._VALUE_TILES[-1], HOPPER)
+    yield _ordering(largest.rows, HOPPER)
+
+
+def _other(capability: int) -> Iterator[Compiled]:
+    few, *_, most = packed_kernels._TILES
+    yield _product(GPTQ, few, capability)
+    yield _product(Q6_K, most, capability)
+    yield _product(NF4, packed_kernels._VALUE_TILES[-1], capability)
+    if capability in OF_EACH_MEMORY:  # which have larger tiles
+        for tile in packed_kernels._LARGE_TILES:
+            yield _product(GPTQ, tile, capability)
+        yield _product(Q6_K, packed_kernels._LARGE_TILES[-1], capability)
+    yield _decoding(GPTQ, capability)
+    tile = packed_kernels._EXPERT_TILES[-1]
+    yield _experts(Q4_K, GATE, tile, capability)
+    yield _ordering(tile.rows, capability)
 
 
 def _product(
