@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.engine.batch.buckets import decode_sizes, row_bucket
 from services.engine.batch.staging import Staging
 from services.engine.batch.step_batch import StepBatch
 from services.engine.execution.head_drafts import HeadDrafts
+from services.engine.execution.model_runner import StepCapacity
 from services.engine.model.assistant_head import AssistantHead
 from services.engine.model.attention import KVCache
 from services.engine.scheduling.draft_plan import DraftPart
@@ -20,6 +22,8 @@ __all__ = ["LEAST_KEPT", "AssistantDrafts"]
 
 LEAST_KEPT = 32
 """Rows of hidden states that are kept of a sequence; an assistant reads the newest alone"""
+_FIRST_BLOCK = [0]
+"""Table of a padded row"""
 
 
 class AssistantDrafts(HeadDrafts):
@@ -32,13 +36,25 @@ class AssistantDrafts(HeadDrafts):
         vocabulary_size: int,
         pass_tokens: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        capacity: StepCapacity | None = None,
+        num_blocks: int = 0,
     ) -> None:
-        """cache: that of the engine's model."""
+        """cache: that of the engine's model. capacity: parameter of `HeadDrafts`. num_blocks: most
+        blocks of the tables of a pass together; they bound the sizes of graphs.
+        """
         own = head.pages_of(cache)
-        kind = DraftKind.MODEL
-        super().__init__(head, own, vocabulary_size, pass_tokens, kind, (), LEAST_KEPT, clock)
+        kind, clocks = DraftKind.MODEL, (clock, time.monotonic)
+        super().__init__(
+            head, own, vocabulary_size, pass_tokens, kind, (), LEAST_KEPT, *clocks, capacity
+        )
         self.limits = replace(self.limits, shares_pages=True)
         self._staging = Staging(head.device, len(cache.groups))
+        if capacity is not None:
+            sequences, blocks = capacity.sequences, capacity.blocks
+            rows = row_bucket(sequences)
+            self._staging.reserve(rows, rows, blocks)
+            self.graph_sizes = decode_sizes(sequences, blocks, num_blocks)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -50,6 +66,7 @@ class AssistantDrafts(HeadDrafts):
         hidden = self._head.run(batch, self._cache, states, is_own=False)
         self._most_likely(hidden, [0])
         self._head.following_states(hidden)
+        self.capture(self.graph_sizes)
 
     def _forward(
         self,
@@ -58,21 +75,35 @@ class AssistantDrafts(HeadDrafts):
         parts: Sequence[DraftPart],
     ) -> Tensor:
         tables = [table.blocks for part in parts for table in part.sequence.tables]
-        return self._compute(self._batch(ids, [part.end - 1 for part in parts], tables))
+        contexts, graphs = [part.end - 1 for part in parts], self._present_graphs
+        if graphs is None:
+            return self._compute(self._batch(ids, contexts, tables))
+        padding = row_bucket(len(ids)) - len(ids)
+        return self._run_padded(graphs.run, self._batch(ids, contexts, tables, padding=padding))
+
+    def _build_padding(self, rows: int, least_blocks: int) -> StepBatch:
+        return self._batch([], [], [], padding=rows, least_blocks=least_blocks)
 
     def _batch(
         self,
         ids: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]],
         contexts: Sequence[int],
         tables: Sequence[list[int]],
+        *,
+        padding: int = 0,
+        least_blocks: int = 1,
     ) -> StepBatch:
         """Return a batch of one row for each sequence, at the position behind its context.
 
-        contexts: number of tokens that each row sees. tables: as in `Staging.lay_out`.
+        contexts: number of tokens that each row sees. tables, least_blocks: as in
+        `Staging.lay_out`. padding: number of rows to add, which read one token and write nothing.
         """
+        tables = [*tables, *[_FIRST_BLOCK] * (padding * len(self._cache.groups))]
+        contexts = [*contexts, *[1] * padding]
         count = len(contexts)
-        fields = self._staging.lay_out(count, tables)
-        np.minimum(np.concatenate(ids), self._most_id, out=fields.token_ids)
+        fields = self._staging.lay_out(count, tables, least_blocks)
+        known = np.concatenate([*ids, np.zeros(padding, dtype=np.int32)])
+        np.minimum(known, self._most_id, out=fields.token_ids)
         fields.query_starts[:] = np.arange(count + 1)
         fields.context_lengths[:] = contexts
         fields.positions[:] = contexts

@@ -77,7 +77,14 @@ class LoadedDraft:
     def allocate(self, num_blocks: int, target: KVCache) -> DraftModel:
         """Allocate the pages for so many blocks of the engine's model, whose cache is `target`."""
         if isinstance(self.decoder, AssistantHead):
-            return AssistantDrafts(self.decoder, target, self.vocabulary_size, self.pass_tokens)
+            return AssistantDrafts(
+                self.decoder,
+                target,
+                self.vocabulary_size,
+                self.pass_tokens,
+                capacity=self.capacity,
+                num_blocks=num_blocks,
+            )
         groups = len(layer_groups(self.decoder.spec))
         blocks = num_blocks + (self.capacity is not None)  # padding has a block of its own
         cache = self.decoder.allocate_cache([blocks] * groups, self.block_size)
@@ -233,8 +240,6 @@ def _reserved(
     size, block_size = target.spec.vocab_size, target.block_size
     draft = LoadedDraft(decoder, size, block_size, tokens, further, kind, targets)
     if decoder.device.type != "cuda" or not decoder.is_capturable:
-        return draft
-    if isinstance(decoder, AssistantHead):
         return draft
     context = min(decoder.spec.context_length, target.spec.context_length)
     capacity = StepCapacity(tokens, max_running, -(-context // block_size))

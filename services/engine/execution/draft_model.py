@@ -91,9 +91,16 @@ class DraftModel:
         """Capture the graphs of padded passes, of some of `graph_sizes`."""
         assert self._graphs is not None or not sizes
         for rows, width in sizes:
-            batch = self._build([], [], [], [], padding=rows, least_blocks=width)
-            if self._graphs is not None:
-                self._run_padded(self._graphs.capture, batch)
+            self._capture(self._build_padding(rows, width))
+
+    def _capture(self, batch: StepBatch) -> None:
+        """Capture all graphs of a padded batch's size."""
+        assert self._graphs is not None
+        self._graphs.capture(batch)
+
+    def _build_padding(self, rows: int, least_blocks: int) -> StepBatch:
+        """Return a batch of padded rows alone. least_blocks: parameter of `Staging.lay_out`."""
+        return self._build([], [], [], [], padding=rows, least_blocks=least_blocks)
 
     @torch.inference_mode()
     def make(self, parts: Sequence[DraftPart]) -> DraftResult:
@@ -137,9 +144,9 @@ class DraftModel:
         return self._decoder.forward(batch, self._cache)
 
     @property
-    def _fits_graph(self) -> bool:
-        """True if the present pass may run as a graph if each sequence has one token in it."""
-        return True
+    def _present_graphs(self) -> StepGraphs | None:
+        """Graphs of the present pass if each sequence has one token in it; None = there are none"""
+        return self._graphs
 
     def _run_padded(self, run: Callable[[StepBatch], T], batch: StepBatch) -> T:
         """Capture or run the graph of a padded batch, as `run` does."""
@@ -159,8 +166,8 @@ class DraftModel:
         ids: int32 [tokens] of each sequence, those with one token first. starts: index of each
         one's first row. parts: part of each sequence.
         """
-        graphs = self._graphs
-        if graphs is None or not self._fits_graph or any(len(each) > 1 for each in ids):
+        graphs = self._present_graphs
+        if graphs is None or any(len(each) > 1 for each in ids):
             return self._compute(self._lay_out(ids, starts, parts))
         padding = row_bucket(len(ids)) - len(ids)
         return self._run_padded(graphs.run, self._lay_out(ids, starts, parts, padding))

@@ -13,6 +13,7 @@ from services.engine.batch.transfer import to_device
 from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.kept_states import KeptStates
 from services.engine.execution.model_runner import StepCapacity
+from services.engine.execution.step_graphs import StepGraphs
 from services.engine.model.attention import KVCache
 from services.engine.model.draft_head import DraftHead
 from services.engine.scheduling.draft_plan import DraftLimits, DraftPart
@@ -49,15 +50,17 @@ class HeadDrafts(DraftModel):
     ) -> None:
         """targets: id of the engine's model for each id of the head; empty = the same ids.
 
-        most_kept: most rows of hidden states that are kept. capacity: parameter of `DraftModel`;
-        graphs hold the passes that read the head's own hidden states.
+        most_kept: most rows of hidden states that are kept. capacity: parameter of `DraftModel`.
         """
         super().__init__(head, cache, vocabulary_size, pass_tokens, clock, host_clock, capacity)
         rows = 0 if capacity is None else row_bucket(capacity.sequences)
-        self._graph_states = torch.zeros(
-            rows, head.spec.hidden_size, dtype=head.dtype, device=head.device
-        )
-        """Hidden states that graphs read"""
+        self._first_graphs = None if capacity is None else StepGraphs(head, cache)
+        """Graphs of passes that read hidden states of the engine's model"""
+        self._graph_states = {
+            is_own: torch.zeros(rows, width, dtype=head.dtype, device=head.device)
+            for is_own, width in ((False, head.states_width), (True, head.own_width))
+        }
+        """Hidden states that graphs read, by whether the head has made them"""
         self.limits = DraftLimits(
             head.spec.context_length, pass_tokens, kind, layers=head.draft_layers
         )
@@ -89,14 +92,19 @@ class HeadDrafts(DraftModel):
         return self._head.run(batch, self._cache, self._states, is_own=self._is_own)
 
     @property
-    def _fits_graph(self) -> bool:
-        return self._is_own
+    def _present_graphs(self) -> StepGraphs | None:
+        return self._graphs if self._is_own else self._first_graphs
+
+    def _capture(self, batch: StepBatch) -> None:
+        for self._is_own in (False, True):
+            assert self._present_graphs is not None
+            self._run_padded(self._present_graphs.capture, batch)
 
     def _run_padded(self, run: Callable[[StepBatch], T], batch: StepBatch) -> T:
-        states = self._graph_states[: len(batch.token_ids)]
+        states = self._graph_states[self._is_own][: len(batch.token_ids)]
         if self._states is not None:
             states[: len(self._states)] = self._states
-        with self._head.reading(states, is_own=True):
+        with self._head.reading(states, is_own=self._is_own):
             return run(batch)
 
     def _follow(self, hidden: Tensor, rows: Sequence[int]) -> None:

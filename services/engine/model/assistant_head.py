@@ -55,6 +55,7 @@ class AssistantInputs(HeadInputs):
     behind: Projection
     """hidden_size → width"""
     width: int
+    own_width: int
     embedding_width: int
     embedding_scale: float
     target_norm: Tensor
@@ -190,6 +191,7 @@ def load_assistant(directory: Path, target: Decoder, kv_dtype: str) -> Assistant
             before=_product(reader, stored.before),
             behind=_product(reader, stored.behind),
             width=width,
+            own_width=width,
             embedding_width=width,
             embedding_scale=whole.embedding_scale,
             target_norm=target.final_norm,

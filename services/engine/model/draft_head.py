@@ -32,6 +32,8 @@ class HeadInputs(ABC):
     """Width of the hidden states of the engine's model that a row reads"""
     embedding_width = 0
     """Width of the embeddings; 0: hidden_size"""
+    own_width = 0
+    """Width of what `following` returns; 0: hidden_size"""
 
     @abstractmethod
     def fill(self, embedded: Tensor, states: Tensor, rows: ResidualRows, *, is_own: bool) -> None:
@@ -75,6 +77,11 @@ class DraftHead(Decoder):
     def states_width(self) -> int:
         """Width of the hidden states of the engine's model that a row reads."""
         return self._inputs.width
+
+    @property
+    def own_width(self) -> int:
+        """Width of the hidden states that the head has made itself."""
+        return self._inputs.own_width or self.spec.hidden_size
 
     def run(self, batch: StepBatch, cache: KVCache, states: Tensor, *, is_own: bool) -> Tensor:
         """Compute rows as `forward` does.

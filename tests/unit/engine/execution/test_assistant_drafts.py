@@ -3,19 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from services.common.settings import StartupError
 from services.engine.engine import Engine
-from services.engine.execution import draft_loader
+from services.engine.execution import draft_loader, draft_model, head_drafts
 from services.engine.execution.assistant_drafts import AssistantDrafts
+from services.engine.execution.model_runner import StepCapacity
 from services.engine.scheduling.draft_plan import DraftPart, DraftResult
 from services.engine.settings import EngineSettings
 from services.engine.start_check import check_start
 from tests.unit.engine.assistant import expected_logits, make_assistant, make_target
+from tests.unit.engine.loop.checked_graphs import CheckedGraphs
 
 SETTINGS = EngineSettings(dtype="float32", device="cpu", kv_memory="16MiB", max_running=4)
 
@@ -32,11 +34,26 @@ class WatchedDrafts(AssistantDrafts):
         return result
 
 
+class PaddedDrafts(WatchedDrafts):
+    """Drafts whose passes are padded as on a GPU."""
+
+    def __init__(self, *arguments: Any, capacity: StepCapacity | None, num_blocks: int) -> None:
+        assert capacity is None
+        padded = StepCapacity(tokens=512, sequences=4, blocks=64)
+        super().__init__(*arguments, capacity=padded, num_blocks=num_blocks)
+
+
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_assistant_drafts_what_transformers_drafts_and_keeps_the_answers(
-    ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ordered: bool, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft_loader, "AssistantDrafts", WatchedDrafts)
+    """Padded passes run as graphs, at the addresses of a capture."""
+    drafts = PaddedDrafts if padded else WatchedDrafts
+    monkeypatch.setattr(draft_loader, "AssistantDrafts", drafts)
+    for module in (draft_model, head_drafts):
+        monkeypatch.setattr(module, "StepGraphs", CheckedGraphs)
+    CheckedGraphs.runs = 0
     WatchedDrafts.made.clear()
     target = make_target(tmp_path / "model")
     assistant = make_assistant(tmp_path / "assistant", ordered=ordered)
@@ -59,6 +76,7 @@ def test_assistant_drafts_what_transformers_drafts_and_keeps_the_answers(
     [count] = counts
     assert count.source == "draft_model"
     assert count.drafted > 0
+    assert (CheckedGraphs.runs > count.drafts) is padded
     assert sizes[0] == sizes[1]
     for tokens, made in WatchedDrafts.made[:4]:
         ids = torch.tensor([*tokens, *made])

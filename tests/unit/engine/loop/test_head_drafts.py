@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from services.engine.execution import draft_model
+from services.engine.execution import draft_model, head_drafts
 from services.engine.execution.batch_builder import DeviceTokens
 from services.engine.execution.head_drafts import HeadDrafts
 from services.engine.execution.model_runner import ModelRunner, StepCapacity
@@ -157,6 +157,22 @@ def test_good_drafts_save_most_steps_and_are_reported(
     done = [o for o in outputs if isinstance(o, RequestDone)]
     assert all(count.source == "eagle" for each in done for count in each.drafts)
     assert len(done) == 3
+
+
+def test_first_passes_over_one_token_of_each_sequence_run_as_graphs(
+    useless: tuple[Decoder, EagleHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind rejected drafts, the head reads the model's hidden states of one token."""
+    monkeypatch.setattr(head_drafts, "StepGraphs", CheckedGraphs)
+    CheckedGraphs.runs = 0
+    decoder, head = useless
+    requests = [make_request(i, [[5 + i, 9]], max_tokens=60) for i in range(3)]
+    plain = tokens_of(run(make_loop(decoder), requests))
+    loop = make_loop(
+        decoder, draft=head.model, targets=head.targets, padded=True, head_drafts=FreeHeadDrafts
+    )
+    assert tokens_of(run(loop, requests)) == plain
+    assert CheckedGraphs.runs > 0
 
 
 def test_head_of_the_embedded_model_drafts_what_it_would_say(embedded_model: Path) -> None:
