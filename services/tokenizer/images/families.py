@@ -11,7 +11,7 @@ from services.tokenizer.images.image_tokens import ImageTokens
 from services.tokenizer.images.llava import read_llava
 from services.tokenizer.images.pixtral import read_pixtral
 from services.tokenizer.images.processor_settings import ProcessorSettings
-from services.tokenizer.images.qwen_vl import read_qwen_vl
+from services.tokenizer.images.qwen_vl import read_glm4v, read_qwen_vl
 from services.tokenizer.text.section import SettingsError
 from services.tokenizer.text.vocabulary import Vocabulary
 
@@ -31,6 +31,10 @@ _READERS: Mapping[str, _Reader] = {
     "Gemma3nForConditionalGeneration": read_gemma3n,
     "Gemma4ForConditionalGeneration": read_gemma4,
     "Gemma4UnifiedForConditionalGeneration": read_gemma4,
+    "Glm46VForConditionalGeneration": read_glm4v,
+    "Glm4vForConditionalGeneration": read_glm4v,
+    "Glm4vMoeForConditionalGeneration": read_glm4v,
+    "GlmOcrForConditionalGeneration": read_glm4v,
     "Idefics3ForConditionalGeneration": read_idefics3,
     "LlavaForConditionalGeneration": _read_llava_or_pixtral,
     "Mistral3ForConditionalGeneration": read_pixtral,
@@ -49,6 +53,7 @@ _TOKENS = frozenset({
     "<image>", "<image_soft_token>", "<start_of_image>", "<end_of_image>",
     "<fake_token_around_image>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "[IMG]",
     "[IMG_BREAK]", "[IMG_END]", "<|image|>", "<|image>", "<image|>",
+    "<|begin_of_image|>", "<|end_of_image|>",
 })  # fmt: skip
 
 

@@ -23,6 +23,14 @@ from transformers import (
     Gemma4TextConfig,
     Gemma4UnifiedConfig,
     Gemma4UnifiedTextConfig,
+    Glm4vConfig,
+    Glm4vMoeConfig,
+    Glm4vMoeTextConfig,
+    Glm4vTextConfig,
+    Glm4vVisionConfig,
+    Glm46VConfig,
+    GlmOcrConfig,
+    GlmOcrTextConfig,
     Idefics3Config,
     LlamaConfig,
     LlavaConfig,
@@ -48,6 +56,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -61,6 +71,7 @@ from tests.unit.engine.checkpoints.shapes import (
     EXPERTS,
     GEMMA3N,
     GEMMA4,
+    ROUTED,
     SHAPE,
     VOCABULARY,
     WIDE,
@@ -94,6 +105,14 @@ _QWEN_TOWER: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
+_HALF_MROPE = _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1]}
+_GLM_TOWER: dict[str, Any] = {
+    **{key: value for key, value in _QWEN_TOWER.items() if key != "temporal_patch_size"},
+    "image_size": 56,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+}
+_GLM_IMAGES: dict[str, Any] = {"size": {"shortest_edge": 8 * 28 * 28, "longest_edge": 48 * 28 * 28}}
 _UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 
 
@@ -324,6 +343,44 @@ VISION_MODELS: dict[str, VisionModel] = {
             image_token_id=IMAGE_TOKEN,
         ),
         _qwen_processor(),
+    ),
+    "glm4v": VisionModel(
+        Glm4vConfig(
+            text_config=Glm4vTextConfig(**SHAPE, rope_parameters=_HALF_MROPE),
+            vision_config=_GLM_TOWER,
+            image_token_id=IMAGE_TOKEN,
+        ),
+        Glm4vImageProcessorPil(**_GLM_IMAGES),
+    ),
+    "glm4v moe": VisionModel(
+        Glm4vMoeConfig(
+            text_config=Glm4vMoeTextConfig(
+                **WIDE | ROUTED, rope_parameters=_HALF_MROPE | {"mrope_section": [4, 2, 2]}
+            ),
+            vision_config=_GLM_TOWER,
+            image_token_id=IMAGE_TOKEN,
+        ),
+        Glm46VImageProcessorPil(**_GLM_IMAGES),
+    ),
+    "glm4.6v flash": VisionModel(
+        Glm46VConfig(
+            text_config=Glm4vTextConfig(**SHAPE, rope_parameters=_HALF_MROPE),
+            vision_config=Glm4vVisionConfig(**_GLM_TOWER),
+            image_token_id=IMAGE_TOKEN,
+        ),
+        Glm46VImageProcessorPil(**_GLM_IMAGES),
+    ),
+    "glm ocr": VisionModel(
+        GlmOcrConfig(
+            text_config=GlmOcrTextConfig(  # type: ignore[call-arg]
+                **SHAPE,
+                head_dim=32,
+                rope_parameters=_MROPE | {"mrope_section": [4, 6, 6]},
+            ),
+            vision_config=_GLM_TOWER,
+            image_token_id=IMAGE_TOKEN,
+        ),
+        Glm46VImageProcessorPil(**_GLM_IMAGES),
     ),
     "qwen3.5 vl": VisionModel(
         Qwen3_5Config(

@@ -161,7 +161,7 @@ def _axes(rope: Config, layout: MultimodalAxes, pairs: int) -> tuple[int, ...]:
             f"{rope.file}: mrope_section must be three numbers with the sum {pairs}, "
             f"not {list(sections)}."
         )
-    if layout is MultimodalAxes.IN_SECTIONS:
+    if layout in (MultimodalAxes.IN_SECTIONS, MultimodalAxes.IN_SECTIONS_OF_A_HALF):
         return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
     axes = [0] * pairs
     for axis in (1, 2):

@@ -305,6 +305,8 @@ class MultimodalAxes(Enum):
     NONE = ()
     IN_SECTIONS = (16, 24, 24)
     """All pairs of time, then all of the row, then all of the column"""
+    IN_SECTIONS_OF_A_HALF = (8, 12, 12)
+    """The order of IN_SECTIONS, with the default of GLM-4V, where half a head rotates"""
     INTERLEAVED = (24, 20, 20)
     """Pairs of time, row and column in turn, until row and column have theirs; then of time"""
     INTERLEAVED_IN_A_QUARTER = (11, 11, 10)

@@ -7,7 +7,13 @@ from services.engine.model.checkpoint.attention_names import BlockIndexNames
 from services.engine.model.checkpoint.config import CheckpointError, Config, JsonObject
 from services.engine.model.checkpoint.expert_names import ExpertStack, ExpertTensorNames
 from services.engine.model.checkpoint.families import FAMILIES
-from services.engine.model.checkpoint.family import Family, ImageSight, MultimodalAxes, WindowRule
+from services.engine.model.checkpoint.family import (
+    Family,
+    ImageSight,
+    MultimodalAxes,
+    QkNorm,
+    WindowRule,
+)
 from services.engine.model.checkpoint.relative_families import PUBLISHED_INKLING
 from services.engine.model.checkpoint.shared_names import MIXTRAL_EXPERTS
 
@@ -229,6 +235,44 @@ _QWEN3_5 = replace(
     axes=MultimodalAxes.INTERLEAVED_IN_A_QUARTER,
 )
 
+_GLM4 = FAMILIES["Glm4ForCausalLM"]
+_GLM4_MOE = FAMILIES["Glm4MoeForCausalLM"]
+_GLM4V = replace(
+    _QWEN2_VL,
+    architecture="Glm4vForConditionalGeneration",
+    decoder=replace(
+        _GLM4,
+        defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+        qkv_bias=True,
+        reads_attention_bias=False,
+    ),
+    roots={"model.language_model.": "lm_head"},
+    axes=MultimodalAxes.IN_SECTIONS_OF_A_HALF,
+)
+_GLM_OCR = replace(
+    _GLM4V,
+    architecture="GlmOcrForConditionalGeneration",
+    decoder=replace(
+        _GLM4,
+        defaults={
+            "num_key_value_heads": 8,
+            "num_nextn_predict_layers": 1,
+            "rms_norm_eps": 1e-5,
+        },
+        reads_attention_bias=False,
+    ),
+)
+_GLM4V_MOE = replace(
+    _GLM4V,
+    architecture="Glm4vMoeForConditionalGeneration",
+    decoder=replace(
+        _GLM4_MOE,
+        defaults={**_GLM4_MOE.defaults, "attention_bias": True},
+        qk_norm=QkNorm.NONE,
+        qk_norm_key=None,
+    ),
+)
+
 _GEMMA3N = VisionLanguage(
     "Gemma3nForConditionalGeneration",
     decoder=FAMILIES["Gemma3nForCausalLM"],
@@ -349,6 +393,10 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
             decoder=_QWEN3_VL_MOE,
             axes=MultimodalAxes.INTERLEAVED,
         ),
+        _GLM4V,
+        replace(_GLM4V, architecture="Glm46VForConditionalGeneration"),
+        _GLM4V_MOE,
+        _GLM_OCR,
         _GEMMA3N,
         _GEMMA4,
         _GEMMA4_UNIFIED,

@@ -60,6 +60,12 @@ def test_biased_experts_without_their_function_are_refused(tmp_path: Path) -> No
     assert_refused(tmp_path / "model.gguf", r"deepseek2\.expert_gating_func must be 2")
 
 
+def test_file_of_glm4v_is_refused(tmp_path: Path) -> None:
+    """llama.cpp stores its queries and keys in another order than those of GLM-4."""
+    write(tmp_path / "model.gguf", "glm4", {"rope.dimension_sections": 8})
+    assert_refused(tmp_path / "model.gguf", r": glm4\.rope\.dimension_sections of GLM-4V is not")
+
+
 def test_layers_with_indexers_are_known_where_a_file_leaves_them_out(tmp_path: Path) -> None:
     """GLM-5.2's first files; layers without indexers would ask for tensors that nobody wrote."""
     values = LATENT | {

@@ -3,6 +3,12 @@
 from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
+    Glm4vConfig,
+    Glm4vMoeConfig,
+    Glm4vMoeTextConfig,
+    Glm4vTextConfig,
+    GlmOcrConfig,
+    GlmOcrTextConfig,
     Idefics3Config,
     InklingConfig,
     InklingTextConfig,
@@ -31,15 +37,19 @@ from transformers import (
 from tests.unit.engine.checkpoints.shapes import (
     DELTA_NET,
     EXPERTS,
+    GLM_VISION,
     INKLING,
     MINIMAX_M3,
     MROPE,
     QWEN_VISION,
+    ROUTED,
     SHAPE,
     VISION,
     WIDE,
     YARN,
 )
+
+_HALF_MROPE = MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1]}
 
 IMAGES: dict[str, PreTrainedConfig] = {
     "gemma3, with images": Gemma3Config(  # type: ignore[call-arg]
@@ -51,6 +61,20 @@ IMAGES: dict[str, PreTrainedConfig] = {
         eoi_token_index=92,
         eos_token_id=[1, 7],
         architectures=["Gemma3ForConditionalGeneration"],
+    ),
+    "glm4v": Glm4vConfig(
+        text_config=Glm4vTextConfig(**SHAPE, rope_parameters=_HALF_MROPE),
+        vision_config=GLM_VISION,
+    ),
+    "glm4v moe": Glm4vMoeConfig(
+        text_config=Glm4vMoeTextConfig(**SHAPE | ROUTED, rope_parameters=_HALF_MROPE),
+        vision_config=GLM_VISION,
+    ),
+    "glm ocr": GlmOcrConfig(
+        text_config=GlmOcrTextConfig(  # type: ignore[call-arg]
+            **SHAPE, head_dim=32, rope_parameters=_HALF_MROPE | {"mrope_section": [2, 2, 4]}
+        ),
+        vision_config=GLM_VISION,
     ),
     "llava, llama": LlavaConfig(text_config=LlamaConfig(**SHAPE), vision_config=VISION),
     "llava, mistral": LlavaConfig(

@@ -248,6 +248,14 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
+GLM_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 1,
+    "out_hidden_size": 64,
+    "image_size": 28,
+}
 QWEN_VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 64,

@@ -89,7 +89,7 @@ class Models:
             match whole.config.model_type.partition("_")[0]:
                 case "gemma3":
                     given["token_type_ids"] = kinds
-                case "gemma4" | "qwen2" | "qwen3":
+                case "gemma4" | "glm4v" | "glm46v" | "glm" | "qwen2" | "qwen3":
                     given["mm_token_type_ids"] = kinds
         if whole.config.model_type == "gemma4_unified":
             # forward lets images see ahead in all layers, unlike Google's code, and unlike these

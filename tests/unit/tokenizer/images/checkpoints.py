@@ -27,6 +27,7 @@ _GEMMA4_TOKENS = ("<s>", "</s>", "<|image>", "<image|>", "<|image|>")
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 _IDEFICS_TOKENS = (*_LLAVA_TOKENS, "<fake_token_around_image>", "<global-img>", *_TILES)
 _QWEN_TOKENS = ("<s>", "</s>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+_GLM_TOKENS = ("<s>", "</s>", "<|begin_of_image|>", "<|end_of_image|>", "<|image|>")
 _PIXTRAL_TOKENS = ("<s>", "</s>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]")
 
 _PARTS = """{%- for message in messages %}
@@ -64,6 +65,12 @@ def _qwen(architecture: str, **images: Any) -> Kind:
     return Kind(architecture, _QWEN_TOKENS, images, written, "<|image_pad|>")
 
 
+def _glm(architecture: str, **images: Any) -> Kind:
+    written = "<|begin_of_image|><|image|><|end_of_image|>"
+    return Kind(architecture, _GLM_TOKENS, images, written, "<|image|>")
+
+
+_GLM_SIZE = {"shortest_edge": 6_272, "longest_edge": 37_632}
 _SPLIT = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 8}}
 _PIXTRAL = {"size": {"longest_edge": 48}, "patch_size": {"height": 4, "width": 4}}
 
@@ -175,6 +182,10 @@ KINDS: dict[str, Kind] = {
         merge_size=4,
     ),
     "qwen3_vl": _qwen("Qwen3VLForConditionalGeneration", patch_size=16),
+    "glm4v": _glm("Glm4vForConditionalGeneration", patch_size=14),
+    "glm4v moe": _glm("Glm4vMoeForConditionalGeneration", size=_GLM_SIZE),
+    "glm4.6v flash": _glm("Glm46VForConditionalGeneration", size=_GLM_SIZE, patch_size=4),
+    "glm ocr": _glm("GlmOcrForConditionalGeneration", size=_GLM_SIZE, merge_size=4),
 }
 for _name in ("llava", "gemma3", "mistral3"):
     KINDS[f"{_name}, bytes"] = replace(KINDS[_name], make=byte_fallback)

@@ -16,6 +16,8 @@ from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma3n.processing_gemma3n import Gemma3nProcessor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -119,6 +121,14 @@ def _qwen(processor_class: type) -> Callable[[Kind, Any, str, _Images], list[int
     return process
 
 
+def _glm(kind: Kind, tokenizer: Any, text: str, images: _Images) -> list[int]:
+    processor: Any = object.__new__(Glm4vProcessor)
+    processor.image_token = "<|image|>"
+    processor.image_processor = Glm46VImageProcessorPil(**kind.images)
+    inputs = processor.image_processor(list(images))
+    return _replaced(processor, inputs, tokenizer, text, images)
+
+
 def _pixtral(kind: Kind, tokenizer: Any, text: str, images: _Images) -> list[int]:
     sys.modules.setdefault(_PIXTRAL + "image_processing_pixtral", image_processing_pil_pixtral)
     module = importlib.import_module(_PIXTRAL + "processing_pixtral")
@@ -147,6 +157,10 @@ _PROCESSORS: Mapping[str, Callable[[Kind, Any, str, _Images], Any]] = {
     "Gemma3nForConditionalGeneration": _gemma3n,
     "Gemma4ForConditionalGeneration": _gemma4,
     "Gemma4UnifiedForConditionalGeneration": _gemma4,
+    "Glm46VForConditionalGeneration": _glm,
+    "Glm4vForConditionalGeneration": _glm,
+    "Glm4vMoeForConditionalGeneration": _glm,
+    "GlmOcrForConditionalGeneration": _glm,
     "Idefics3ForConditionalGeneration": _idefics3,
     "SmolVLMForConditionalGeneration": _smolvlm,
     "Qwen2VLForConditionalGeneration": _qwen(Qwen2VLProcessor),
