@@ -8,7 +8,7 @@ model makes the tokens, the seconds of its passes count, too.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, repeat
@@ -67,21 +67,29 @@ class DraftLengths:
         self._idle = 0
         """Number of steps since the last draft"""
 
-    def learn(self, rows: int, drafted: int, seconds: float) -> None:
-        """Update the estimates with a step without prompts. rows: tokens, drafted ones included."""
+    def learn(self, rows: int, drafted: int, seconds: float, steps: int = 1) -> None:
+        """Update the estimates with a step without prompts. rows: tokens, drafted ones included.
+
+        steps: number of steps since the last call.
+        """
         (self._drafting if drafted else self._plain).learn(rows, seconds)
-        self._idle = 0 if drafted else self._idle + 1
+        self._idle = 0 if drafted else self._idle + steps
         if self._idle > _FRESH_STEPS:
             self._drafting.forget()
             self._idle = 0
 
-    def may_gain(self, streams: int, rate: float, most: int) -> bool:
-        """Return whether one draft token of each stream, accepted at `rate`, can be worth its time.
+    def least_rate(self, streams: int, most: int) -> float:
+        """Return the lowest acceptance at which a draft token can be worth its time.
 
-        most: most draft tokens of the step. It is a cheap answer before anything is proposed.
+        It is a cheap bound before anything is proposed: that of one draft token, or of one for each
+        stream. most: most draft tokens of the step. The rate is above 1 if no token is worth it.
         """
-        count = min(streams, most)
-        return count > 0 and self._gain(streams, rate * count, streams + count) > _LEAST_GAIN
+        plain = self.plain_seconds(streams)
+        least = math.inf
+        for count in {1, streams} if most else ():
+            gain = _LEAST_GAIN * self._slowdown(streams, streams + min(count, most), plain)
+            least = min(least, (gain - 1) * streams / min(count, most))
+        return least
 
     def choose(self, streams: int, drafts: Sequence[tuple[float, int]]) -> Sequence[int]:
         """Return the number of draft tokens to compute of each draft.
@@ -90,18 +98,18 @@ class DraftLengths:
         tokens of each draft.
         """
         gains = [
-            (probability, i)
+            (-probability, i)
             for i, (rate, count) in enumerate(drafts)
             for probability in accumulate(repeat(rate, count), mul)
             if probability >= _LEAST_PROBABILITY
         ]
-        gains.sort(key=lambda gain: -gain[0])
-        expected, best, chosen = 0.0, _LEAST_GAIN, 0
-        for count, (probability, _) in enumerate(gains, start=1):
-            expected += probability
-            if count < len(gains) and not self._is_border(streams + count):
-                continue  # another row takes no longer
-            gain = self._gain(streams, expected, streams + count)
+        gains.sort()
+        expected = list(accumulate(-probability for probability, _ in gains))
+        plain = self.plain_seconds(streams)
+        best, chosen = _LEAST_GAIN, 0
+        for count in self._counts(streams, len(gains)):
+            slowdown = self._slowdown(streams, streams + count, plain)
+            gain = (1 + expected[count - 1] / streams) / slowdown
             if gain > best:
                 best, chosen = gain, count
         lengths = [0] * len(drafts)
@@ -142,7 +150,7 @@ class DraftLengths:
             for count, (probability, depth, i) in enumerate(order, start=1):
                 expected += probability
                 rows[depth] += drafts[i].further_rows if depth else drafts[i].rows
-                if count < len(order) and count % len(drafts) and not _ends_size(count):
+                if count < len(order) and count % len(drafts) and not _is_last_of_size(count):
                     continue  # estimate few of many numbers of rows
                 drafting = overhead + sum(map(seconds_of, filter(None, rows)))
                 took = slowdown(streams + count) * plain + drafting
@@ -159,9 +167,13 @@ class DraftLengths:
         """Return the seconds of a step without drafts; None = no step of this size was measured."""
         return self._plain.nearest(streams, _NEAR)
 
-    def _is_border(self, rows: int) -> bool:
-        """Return whether a step of one row more is estimated to take another time."""
-        return rows % self._rows_at_once == 0 or StepTimes.size(rows) != StepTimes.size(rows + 1)
+    def _counts(self, streams: int, most: int) -> Iterator[int]:
+        """Yield the numbers of draft tokens at which one more is estimated to take longer."""
+        for rows in range(streams + 1, streams + most):
+            if rows % self._rows_at_once == 0 or _is_last_of_size(rows):
+                yield rows - streams
+        if most:
+            yield most
 
     def _gain(self, streams: int, expected: float, rows: int) -> float:
         """Return the tokens per second of a step with drafts, relative to one without."""
@@ -169,7 +181,10 @@ class DraftLengths:
 
     def slowdown(self, streams: int, rows: int) -> float:
         """Return the seconds of a step with drafts, relative to one of `streams` rows without."""
-        plain = self._plain.nearest(streams, _NEAR)
+        return self._slowdown(streams, rows, self.plain_seconds(streams))
+
+    def _slowdown(self, streams: int, rows: int, plain: float | None) -> float:
+        """Do the same. plain: seconds of a step without drafts; None = not measured."""
         if plain is not None:
             measured = self._drafting.between(rows, (streams, plain))
             if measured is None:
@@ -179,6 +194,7 @@ class DraftLengths:
         return math.ceil(rows / self._rows_at_once) / math.ceil(streams / self._rows_at_once)
 
 
-def _ends_size(count: int) -> bool:
-    """Return whether one more draft token belongs to a larger size class."""
+@cache
+def _is_last_of_size(count: int) -> bool:
+    """Return whether one more belongs to a larger size class."""
     return StepTimes.size(count) != StepTimes.size(count + 1)

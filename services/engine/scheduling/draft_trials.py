@@ -40,9 +40,9 @@ class DraftTrials:
         """True if a trial may begin."""
         return not self.is_on and self._steps >= self._wait
 
-    def step(self) -> None:
-        """Count a step. A trial that takes too long ends."""
-        self._steps += 1
+    def step(self, count: int) -> None:
+        """Count steps. A trial that takes too long ends."""
+        self._steps += count
         if self.is_on and self._steps >= _MOST_STEPS + _PROMPT_STEPS:
             self.end()
 

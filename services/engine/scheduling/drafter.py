@@ -1,46 +1,59 @@
 """Drafter, which chooses the draft tokens that a step computes behind the newest tokens."""
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TypeAlias
 
 from services.engine.scheduling.cache_pools import CachePools
+from services.engine.scheduling.draft_account import ComputedStep
 from services.engine.scheduling.draft_lengths import DraftLengths
 from services.engine.scheduling.draft_plan import DraftPart, DraftResult
 from services.engine.scheduling.model_drafts import ModelDrafts
+from services.engine.scheduling.search_budget import SearchBudget
 from services.engine.scheduling.sequence import TokenSequence
 from services.engine.scheduling.speculation import MOST_DRAFTED, Draft, DraftKind, DraftTotals
 from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
 
 __all__ = ["Drafter"]
 
-_MAX_FORCED = 16
-"""Most forced tokens of one stream in a step, because each of them takes a row of logits"""
 _MISSES, _MOST_REST = 4, 8
 """Decisions in a row without a draft after which each as many more skip one more, up to a bound:
 a decision takes time"""
+_QUIET_STEPS = 16
+"""Steps for which nothing is done for drafts that are learned together: learning takes time"""
+_MAX_FORCED = 16
+"""Most forced tokens of one stream in a step, because each of them takes a row of logits"""
 
 
 class Drafter:
     """Draft tokens of the running sequences: forced by a grammar, or proposed by `Speculation`."""
 
     def __init__(
-        self, running: Sequence[TokenSequence], limits: SchedulerLimits, caches: CachePools
+        self,
+        running: Sequence[TokenSequence],
+        limits: SchedulerLimits,
+        caches: CachePools,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """running: the scheduler's list of running sequences."""
+        """running: the scheduler's list of running sequences. clock: returns seconds."""
         self._running = running
         self._limits = limits
+        self._clock = clock
         self._lengths = DraftLengths(limits.rows_at_once)
+        self._budget = SearchBudget(self._lengths)
         self._model: ModelDrafts | None = None
         """Drafts of the draft model; None = there is none"""
         if limits.draft is not None:
             self._model = ModelDrafts(limits.draft, self._lengths, caches)
         self._predicted = self._constrained = 0
         """Numbers of running sequences whose client expects a text, and of constrained ones"""
-        self._waiting_drafts = 0
-        """Number of drafts that were made or reported for the next step"""
         self._misses = self._rest = 0
         """Number of decisions in a row without a draft, and of decisions to skip"""
+        self._quiet: list[float] = []
+        """Durations of the newest steps for which nothing was done for drafts"""
+        self._waiting_drafts = 0
+        """Number of drafts that were made or reported for the next step"""
         self.totals = {kind: DraftTotals() for kind in DraftKind}
         """Drafts since the start, by their source"""
 
@@ -60,17 +73,37 @@ class Drafter:
             self._model.leave(sequence)
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Take the time of a step."""
-        drafted = sum(len(chunk.draft) for chunk in plan.chunks)
-        if not plan.prompt_tokens:
-            self._lengths.learn(plan.decode_tokens, drafted, seconds)
+        """Take the time of a step, which includes the search for its draft tokens."""
+        if self._is_quiet(plan) and len(self._quiet) < _QUIET_STEPS:
+            self._quiet.append(seconds)
+            return
+        step = ComputedStep(
+            streams=plan.streams,
+            rows=plan.decode_tokens,
+            drafted=sum(len(chunk.draft) for chunk in plan.chunks),
+            has_prompts=plan.prompt_tokens > 0,
+            seconds=max(seconds - self._budget.search_seconds, 0.0),
+            quiet_steps=len(self._quiet),
+            quiet_seconds=sum(self._quiet),
+        )
+        self._quiet.clear()
+        if not step.has_prompts:
+            self._lengths.learn(step.rows, step.drafted, step.seconds, step.quiet_steps + 1)
+        if self._limits.speculate:
+            self._budget.settle(step)
         if self._model is not None:
-            self._model.settle(plan.streams, plan.decode_tokens, drafted, seconds)
+            self._model.settle(step)
+
+    def _is_quiet(self, plan: StepPlan) -> bool:
+        """Return whether nothing was done for drafts in a step."""
+        if plan.chunks or self._budget.search_seconds:
+            return False
+        return self._model is None or self._model.is_quiet
 
     @property
     def awaits_tokens(self) -> bool:
         """True if drafts of the next step depend on tokens that are in flight."""
-        looks_up = self._limits.speculate and not self._rest
+        looks_up = self._looks_up and not self._rest
         if not looks_up and not self.is_model_due:
             return False
         able = [each for each in self._running if each.may_draft_behind_flight]
@@ -157,30 +190,38 @@ class Drafter:
     def choose(self) -> Mapping[TokenSequence, Draft]:
         """Return the drafts of the next step: as many tokens as are expected to save time."""
         waiting, self._waiting_drafts = self._waiting_drafts, 0
+        looks_up = self._looks_up
         if not waiting:
-            if not self._looks_up:
+            if not looks_up and not self._predicted:
                 return {}
             if self._rest:
                 self._rest -= 1
                 return {}
+        began = self._clock()
         streams = [each for each in self._running if each.uncomputed == 1]
         drafting = [each for each in streams if _may_draft(each) and not each.forced]
-        chosen = self._chosen(len(streams), drafting, _reported_or_proposed)
+        chosen = self._chosen(len(streams), drafting, _reported_or_proposed, looks_up)
+        if looks_up:
+            self._budget.add_search(self._clock() - began)
         self._misses = 0 if chosen else self._misses + 1
         self._rest = min(self._misses // _MISSES, _MOST_REST)
         return chosen
 
     def report(self) -> Iterator[tuple[TokenSequence, Sequence[int]]]:
         """Propose tokens for constrained sequences, which need masks before they are computed."""
-        if not self._constrained or not self._speculates:
+        looks_up = self._looks_up
+        if not self._constrained or not (looks_up or self._predicted or self._model is not None):
             return
+        began = self._clock()
         streams = [each for each in self._running if each.uncomputed == 1]
         due = [
             each
             for each in streams
             if each.request.command.checked.constrained and _awaits_draft(each) and _may_draft(each)
         ]
-        chosen = self._chosen(len(streams), due, _proposed)
+        chosen = self._chosen(len(streams), due, _proposed, looks_up)
+        if looks_up:
+            self._budget.add_search(self._clock() - began)
         self._waiting_drafts += len(chosen)
         for sequence in due:
             draft = chosen.get(sequence)
@@ -200,16 +241,14 @@ class Drafter:
             self.totals[kind].add(len(draft), accepted)
             if self._model is not None and kind is self._model.kind:
                 self._model.learn(sequence, len(draft), accepted)
+            else:
+                self._budget.add_outcome(len(draft), accepted)
         return accepted
 
     @property
-    def _speculates(self) -> bool:
-        return self._limits.speculates or self._predicted > 0
-
-    @property
     def _looks_up(self) -> bool:
-        """True if texts may propose draft tokens."""
-        return self._limits.speculate or self._predicted > 0
+        """True if n-grams may propose draft tokens."""
+        return self._limits.speculate and self._budget.is_open(len(self._running))
 
     @property
     def _most_rows(self) -> int:
@@ -217,17 +256,25 @@ class Drafter:
         return self._limits.max_logit_rows // len(self._running) - 1
 
     def _chosen(
-        self, streams: int, sequences: Sequence[TokenSequence], propose: "_Propose"
+        self,
+        streams: int,
+        sequences: Sequence[TokenSequence],
+        propose: "_Propose",
+        looks_up: bool,
     ) -> Mapping[TokenSequence, Draft]:
         """Return the drafts of some of the sequences that are worth their time."""
-        if not self._may_gain(streams, sequences):
+        if not sequences:
             return {}
-        most, looks_up = min(MOST_DRAFTED, self._most_rows), self._limits.speculate
+        least = self._least_rate(streams, sequences)
+        most = min(MOST_DRAFTED, self._most_rows)
         found = [
             (each, draft)
             for each in sequences
-            if (draft := propose(each, min(most, each.room), looks_up)) is not None
+            if self._best_rate(each) > least
+            and (draft := propose(each, min(most, each.room), looks_up)) is not None
         ]
+        if not found:
+            return {}
         rated = [(self._rate(s, draft.kind), len(draft.tokens)) for s, draft in found]
         lengths = self._lengths.choose(streams, rated)
         return {
@@ -238,10 +285,16 @@ class Drafter:
 
     def _may_gain(self, streams: int, sequences: Sequence[TokenSequence]) -> bool:
         """Return whether drafts of some of the sequences can be worth their time."""
-        if not sequences:
-            return False
-        most = min(MOST_DRAFTED, self._most_rows) * len(sequences)
-        return self._lengths.may_gain(streams, max(map(self._best_rate, sequences)), most)
+        least = self._least_rate(streams, sequences)
+        return any(self._best_rate(each) > least for each in sequences)
+
+    def _least_rate(self, streams: int, sequences: Sequence[TokenSequence]) -> float:
+        """Return the acceptance above which draft tokens of the sequences can be worth their time.
+
+        streams: sequences of the step.
+        """
+        most = min(MOST_DRAFTED, self._most_rows) if sequences else 0
+        return self._lengths.least_rate(streams, most * len(sequences))
 
     def _rate(self, sequence: TokenSequence, kind: DraftKind) -> float:
         """Return the estimated probability that a source's next draft token is accepted."""
@@ -260,9 +313,10 @@ class Drafter:
         """Return whether a draft that takes no model is as good as that of the draft model."""
         assert self._model is not None
         speculation = sequence.speculation
-        if not self._limits.speculate and not speculation.has_prediction:
+        looks_up = self._looks_up
+        if not looks_up and not speculation.has_prediction:
             return False
-        draft = speculation.propose_free(sequence.tokens, 1, looks_up=self._limits.speculate)
+        draft = speculation.propose_free(sequence.tokens, 1, looks_up=looks_up)
         if draft is None:
             return False
         return speculation.rate_of(draft.kind, sequence.length) >= self._model.rate(sequence)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from services.engine.scheduling.cache_pools import CachePools
-from services.engine.scheduling.draft_account import DraftAccount
+from services.engine.scheduling.draft_account import ComputedStep, DraftAccount
 from services.engine.scheduling.draft_lengths import DraftLengths, MadeDraft, MadeLengths
 from services.engine.scheduling.draft_pages import DraftPages, HeadPages, SharedPages
 from services.engine.scheduling.draft_plan import DraftLimits, DraftPart, DraftResult
@@ -37,6 +37,8 @@ _COMMON_MEMORY = 0.97
 """Weight of earlier drafts of all sequences against the newest: some thirty are remembered"""
 _NEAR = 4
 """Most size classes between a pass and a measured one that stands for it"""
+_FIRST_STEPS, _TRIAL_STEPS = 32, 64
+"""Steps without drafts whose time drafts may take at first, and trials at once"""
 _REST, _MOST_REST = 4, 64
 """Fewest and most steps between two decisions as long as no draft is worth its time"""
 _MOST_FAILURES = 6
@@ -61,7 +63,7 @@ class ModelDrafts:
         """Seconds of a token of the longest pass so far; 0 = no pass of a prompt was measured"""
         self._longest = 0
         self._common = Acceptance(_COMMON_MEMORY)
-        self._account = DraftAccount(lengths)
+        self._account = DraftAccount(lengths, _FIRST_STEPS, _TRIAL_STEPS, makes_passes=True)
         self._trials = DraftTrials()
         self._is_on = True
         """False while nothing is drafted but in trials"""
@@ -102,6 +104,11 @@ class ModelDrafts:
         if trial is not None:
             return trial in sequences and self._pages.can_continue(trial)
         return bool(self._decide(streams, sequences, most))
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if steps may be booked together, since no draft and no trial goes on."""
+        return not self._is_on and not self._trials.is_on
 
     def wants_states(self, plan: StepPlan) -> Collection[TokenSequence] | None:
         """Return the sequences of a step whose hidden states a head will read; None = all."""
@@ -241,22 +248,18 @@ class ModelDrafts:
             self._trials.learn(accepted)
             self._rest = 0
 
-    def settle(self, streams: int, rows: int, drafted: int, seconds: float) -> None:
-        """Book a step.
-
-        streams: sequences whose newest token it computed; rows: these tokens, with draft tokens;
-        drafted: draft tokens of all sources.
-        """
-        self._account.settle(streams, rows, drafted, seconds, is_trial=not self._is_on)
-        if self._rest:
-            self._rest -= 1
+    def settle(self, step: ComputedStep) -> None:
+        """Book a step."""
+        self._account.settle(step, is_trial=not self._is_on)
+        steps = step.quiet_steps + 1
+        self._rest = max(self._rest - steps, 0)
         if self._is_on:
             if self._account.balance == 0:
-                self._turn_off(streams)
+                self._turn_off(step.streams)
             return
-        self._trials.step()
-        if 0 < 2 * streams <= self._off_streams:
-            self._off_streams, self._rest, self._next_rest = streams, 0, _REST
+        self._trials.step(steps)
+        if 0 < 2 * step.streams <= self._off_streams:
+            self._off_streams, self._rest, self._next_rest = step.streams, 0, _REST
             self._trials.repeat_soon()
 
     def _draft(self, sequence: TokenSequence, most: int) -> MadeDraft:

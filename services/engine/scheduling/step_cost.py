@@ -7,6 +7,8 @@ measured continuously, so the bound holds on any machine, model and context.
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from functools import cache
 
 __all__ = ["StepCost", "StepTimes"]
 
@@ -75,8 +77,12 @@ class StepCost:
 class StepTimes:
     """Estimated seconds of steps by their rows, in size classes of which four make a doubling."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, averages: bool = False) -> None:
+        """averages: estimate the mean, and not what steps take if no other program runs."""
         self._seconds: dict[int, float] = {}
+        self._sizes: list[int] = []
+        """Measured size classes in ascending order"""
+        self._averages = averages
 
     def __bool__(self) -> bool:
         """Return whether a step has been measured."""
@@ -85,11 +91,14 @@ class StepTimes:
     def learn(self, rows: int, seconds: float) -> None:
         """Update the estimate of a step of so many rows.
 
-        It never exceeds the newest time: other programs only make steps longer, and overestimates
-        admit too many prompt tokens.
+        Unless it is a mean, it never exceeds the newest time: other programs only make steps
+        longer, and overestimates admit too many prompt tokens.
         """
         size, seconds = self.size(rows), max(seconds, _LEAST_SECONDS)
-        self._seconds[size] = min(seconds, _smooth(self._seconds.get(size, seconds), seconds))
+        if size not in self._seconds:
+            insort(self._sizes, size)
+        estimate = _smooth(self._seconds.get(size, seconds), seconds)
+        self._seconds[size] = estimate if self._averages else min(seconds, estimate)
 
     def nearest(self, rows: int, within: float = math.inf) -> float | None:
         """Return the estimate of the nearest size class; None = none was measured.
@@ -97,8 +106,13 @@ class StepTimes:
         within: most classes between it and the class of `rows`.
         """
         wanted = self.size(rows)
-        near = [size for size in self._seconds if abs(size - wanted) <= within]
-        return self._seconds[min(near, key=lambda size: abs(size - wanted))] if near else None
+        exact = self._seconds.get(wanted)
+        if exact is not None:
+            return exact
+        place = bisect_left(self._sizes, wanted)
+        near = self._sizes[max(place - 1, 0) : place + 1]
+        size = min(near, key=lambda size: abs(size - wanted), default=None)
+        return None if size is None or abs(size - wanted) > within else self._seconds[size]
 
     def between(self, rows: int, least: tuple[float, float]) -> float | None:
         """Return the seconds by a line between the next measured sizes below and above.
@@ -108,12 +122,12 @@ class StepTimes:
         wanted = self.size(rows)
         if wanted in self._seconds:
             return self._seconds[wanted]
-        above = min((size for size in self._seconds if size > wanted), default=None)
-        if above is None:
+        place = bisect_left(self._sizes, wanted)
+        if place == len(self._sizes):
             return None
-        below = max((size for size in self._seconds if size < wanted), default=None)
         first, start = least
-        if below is not None and 2 ** (below / 4) > first:
+        below, above = self._sizes[place - 1] if place else -1, self._sizes[place]
+        if place and 2 ** (below / 4) > first:
             first, start = 2 ** (below / 4), self._seconds[below]
         end = self._seconds[above]
         return start + (end - start) * (rows - first) / (2 ** (above / 4) - first)
@@ -121,8 +135,10 @@ class StepTimes:
     def forget(self) -> None:
         """Forget all measurements."""
         self._seconds.clear()
+        self._sizes.clear()
 
     @staticmethod
+    @cache
     def size(rows: int) -> int:
         """Return the size class of a step; steps of a class take about the same time."""
         return int(4 * math.log2(rows)) if rows else -1

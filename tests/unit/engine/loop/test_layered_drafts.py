@@ -229,6 +229,7 @@ def drafts_of_one_pass(pair: MtpPair, tokens: Sequence[int], count: int) -> list
     decoder, head = pair
     assert isinstance(head, LayeredHead)
     rows = len(tokens) - 1
+    decoder.taps_paused = False  # the last step of a loop may have kept no states
     feeder = Driver(decoder, [torch.tensor(tokens[:rows])], BLOCK)
     decoder.forward(feeder.batch([(0, rows)]), feeder.cache)
     [tapped] = decoder.tapped(rows)

@@ -115,7 +115,7 @@ class TestDraftLengths:
     def test_rows_that_cost_as_much_as_they_yield_are_left_out(self) -> None:
         lengths = DraftLengths(rows_at_once=1)
         assert lengths.choose(1, [(0.9, 15)]) == [0]
-        assert not lengths.may_gain(8, 0.9, 120)
+        assert lengths.least_rate(8, 120) > 0.9
 
     def test_measured_times_decide_against_drafts(self) -> None:
         lengths = DraftLengths(rows_at_once=16)
