@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from ctypes import Array, c_double
 from itertools import islice
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -39,7 +39,7 @@ from services.engine.sampling.sampler import sample
 from services.engine.settings import EngineSettings
 from tokenwire.load.workloads import ClosedLoop, Workload
 
-__all__ = ["PARTS", "MeasuredEngine", "Stopwatch"]
+__all__ = ["PARTS", "MeasuredEngine", "MeasuredStep", "Stopwatch"]
 
 _PART_OF_A_BLOCK = 256
 """Tokens by which the KV cache may be cut to whole blocks"""
@@ -69,6 +69,16 @@ gc.freeze()  # as the service does with what it has imported
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+
+class MeasuredStep(NamedTuple):
+    """Outcome of a step of a closed loop."""
+
+    tokens: int
+    """Output tokens"""
+    seconds: float
+    is_full: bool
+    """True if as many requests ran as may at once"""
 
 
 class MeasuredEngine(Engine):
@@ -142,23 +152,34 @@ class MeasuredEngine(Engine):
         temperature: float = 0.0,
     ) -> tuple[int, float]:
         """Complete prompts, `concurrency` at a time. Return the output tokens and the seconds."""
-        waiting = iter(prompts)
-        tokens = 0
         began = time.perf_counter()
+        requests = ((prompt, output) for prompt in prompts)
+        tokens = sum(step.tokens for step in self.completing(requests, concurrency, temperature))
+        return tokens, time.perf_counter() - began
+
+    def completing(
+        self,
+        requests: Iterable[tuple[Sequence[int], int]],
+        concurrency: int,
+        temperature: float = 0.0,
+    ) -> Iterator[MeasuredStep]:
+        """Complete prompts of which each has a number of output tokens. Yield each step."""
+        waiting = iter(requests)
         unfinished = 0
-        for prompt in islice(waiting, concurrency):
+        for prompt, output in islice(waiting, concurrency):
             self._add(prompt, output, temperature)
             unfinished += 1
         while unfinished:
-            for event in self.step():
-                if isinstance(event, Token):
-                    tokens += 1
-                elif isinstance(event, RequestDone):
-                    unfinished -= 1
-                    for prompt in islice(waiting, 1):
-                        self._add(prompt, output, temperature)
-                        unfinished += 1
-        return tokens, time.perf_counter() - began
+            began = time.perf_counter()
+            events = self.step()
+            seconds = time.perf_counter() - began
+            tokens = sum(isinstance(event, Token) for event in events)
+            yield MeasuredStep(tokens, seconds, unfinished == concurrency)
+            for _ in filter(lambda event: isinstance(event, RequestDone), events):
+                unfinished -= 1
+                for prompt, output in islice(waiting, 1):
+                    self._add(prompt, output, temperature)
+                    unfinished += 1
 
     def prefill(self, length: int) -> float:
         """Return the seconds from a new prompt of `length` tokens to its first token, run alone."""

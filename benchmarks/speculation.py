@@ -1,12 +1,12 @@
-"""Speedup of draft tokens: the same prompts without them, by n-grams and by a draft model, in turn.
+"""Speedup of draft tokens: the same prompts without them, by n-grams and by a draft model.
 
     python -m benchmarks.speculation --model models/tokenwire-code-6m
     python -m benchmarks.speculation --model MODEL --draft SMALLER
 
-The variants are engines in this process. Editing and extraction repeat much of their prompt;
-questions do not. The output behind random prompts does not repeat at temperature 1, so that
-speculation only costs time. The greedy output of random weights, and of very small models, soon
-repeats itself whatever the prompt.
+The variants are engines in this process, which compute a step each in turn. Editing and extraction
+repeat much of their prompt; questions do not. The output behind random prompts does not repeat at
+temperature 1, so that speculation only costs time. The greedy output of random weights, and of very
+small models, soon repeats itself whatever the prompt.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +59,7 @@ class Gain:
     task: str
     streams: int
     plain: float
-    """Median output tokens per second without speculation"""
+    """Output tokens per second without speculation"""
     ngrams: float
     """The same with n-grams"""
     draft: float | None
@@ -149,19 +148,8 @@ def measure(
         wanted = [task for task in tasks(directory, seed) if task.name.startswith(names)]
     gains = []
     for task in wanted:
-        rates: list[list[float]] = [[] for _ in engines]
         before = _drafts(engines[-1])
-        for turn in range(rounds):
-            # each variant comes first in its turn, because other programs disturb in waves
-            for index in range(len(engines)):
-                variant = (index + turn) % len(engines)
-                engine = engines[variant]
-                engine.flush_cache()
-                tokens, seconds = engine.complete(
-                    task.prompts, task.streams, task.output, task.temperature
-                )
-                rates[variant].append(tokens / seconds)
-        plain, ngrams, *modelled = (round(statistics.median(mine), 1) for mine in rates)
+        plain, ngrams, *modelled = _rates(engines, task, rounds)
         accepted = None
         if modelled:
             drafts, tokens = (
@@ -172,6 +160,28 @@ def measure(
         gains.append(Gain(task.name, task.streams, plain, ngrams, made, accepted))
         print(_row(gains[-1]), flush=True)
     return gains
+
+
+def _rates(engines: Sequence[MeasuredEngine], task: Task, rounds: int) -> list[float]:
+    """Return the output tokens per second of each engine while all streams run.
+
+    The engines compute a step each in turn, so that other programs disturb all alike. Requests have
+    outputs of different lengths: with equal ones, streams without drafts would begin together.
+    """
+    tokens, seconds = [0] * len(engines), [0.0] * len(engines)
+    for turn in range(rounds):
+        rng = random.Random(turn)
+        lengths = (task.output // 2, 3 * task.output // 2)
+        requests = [(prompt, rng.randint(*lengths)) for prompt in (*task.prompts, *task.prompts)]
+        for engine in engines:
+            engine.flush_cache()
+        loops = [each.completing(requests, task.streams, task.temperature) for each in engines]
+        for steps in zip_longest(*loops):
+            for index, step in enumerate(steps):
+                if step is not None and step.is_full:
+                    tokens[index] += step.tokens
+                    seconds[index] += step.seconds
+    return [round(count / took, 1) for count, took in zip(tokens, seconds, strict=True)]
 
 
 def _drafts(engine: MeasuredEngine) -> tuple[int, int]:
