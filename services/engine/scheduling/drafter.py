@@ -241,7 +241,7 @@ class Drafter:
             self.totals[kind].add(len(draft), accepted)
             if self._model is not None and kind is self._model.kind:
                 self._model.learn(sequence, len(draft), accepted)
-            else:
+            elif kind is DraftKind.NGRAM:
                 self._budget.add_outcome(len(draft), accepted)
         return accepted
 

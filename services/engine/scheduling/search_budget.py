@@ -25,6 +25,8 @@ class SearchBudget:
         """Account of each size class of steps, of which one makes a doubling"""
         self._in_trial: set[int] = set()
         """Size classes with a trial"""
+        self._size = 0
+        """Size class of the next step"""
         self._blind_steps = 0
         """Steps in a row that were booked without the time of one without drafts to compare with"""
         self.search_seconds = 0.0
@@ -33,8 +35,11 @@ class SearchBudget:
         """Draft tokens that the present step has verified, and the accepted ones"""
 
     def is_open(self, streams: int) -> bool:
-        """Return whether a step of so many sequences may have drafts of this source."""
-        size = streams.bit_length()
+        """Return whether a step of so many sequences may have drafts of this source.
+
+        The next step is booked for this size, even if some of the sequences miss it.
+        """
+        size = self._size = streams.bit_length()
         account = self._accounts.get(size)
         if account is None or account.balance is None:
             return self._blind_steps < _BLIND_STEPS
@@ -51,7 +56,7 @@ class SearchBudget:
 
     def settle(self, step: ComputedStep) -> None:
         """Book a step."""
-        size = step.streams.bit_length()
+        size = self._size
         account = self._accounts.get(size)
         if account is None:
             account = DraftAccount(self._lengths, _FIRST_STEPS, _TRIAL_STEPS, makes_passes=False)
