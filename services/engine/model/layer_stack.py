@@ -201,7 +201,8 @@ class LayerStack(Model):
         return tokens * allocated // len(self._activations.hidden)
 
     def pass_bytes(self, tokens: int, rows: int, context: int) -> int:
-        return pass_bytes(self.spec, self.dtype, tokens, rows, context)
+        parts = pass_bytes(self.spec, self.dtype, tokens, rows, context)
+        return parts + self._operators.product_bytes(tokens)
 
     def _run_adapted(self, batch: StepBatch, *parts: Callable[[], None]) -> None:
         """Run the parts of a pass for a batch in which sequences have adapters."""

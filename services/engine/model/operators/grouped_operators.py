@@ -32,12 +32,20 @@ class GroupedOperators(NativeOperators):
 
     keeps_groups = True
 
+    _widest = 0
+    """Most inputs of a product with weights in floating point"""
+
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if self._dtype == torch.bfloat16 and self._prepacks:
             return super().projection(weight, bias)
         self._native.use_pool(torch.get_num_threads())
+        self._widest = max(self._widest, weight.shape[1])
         stored = weight.to(self._dtype) if weight.dtype == torch.float32 else weight
         return FloatProjection(self._native, stored, bias, self.arena)
+
+    def product_bytes(self, rows: int) -> int:
+        """Return the bytes of the rows in float32, which the kernel keeps for its next call."""
+        return rows * self._widest * torch.float32.itemsize
 
     def grouped_projection(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None

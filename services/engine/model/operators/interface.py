@@ -199,6 +199,10 @@ class Operators(ABC):
     keeps_groups = False
     """True if a QuantizedWeight stays as it is in memory"""
 
+    def product_bytes(self, rows: int) -> int:
+        """Return the most bytes that a product of so many rows takes beside its operands."""
+        return 0
+
     @abstractmethod
     def empty(self, rows: int, width: int) -> Tensor:
         """Allocate an uninitialised contiguous activation [rows, width] in the model's dtype."""

@@ -32,9 +32,9 @@ LARGE: Mapping[str, PreTrainedConfig] = {
         moe_intermediate_size=256,
     ),
     "latent attention": DeepseekV3Config(
-        **SHAPE
-        | {"num_hidden_layers": 1, "num_key_value_heads": 4, "max_position_embeddings": 8192},
-        first_k_dense_replace=1,
+        **SHAPE  # the last layer computes one row alone, so there are two
+        | {"num_hidden_layers": 2, "num_key_value_heads": 4, "max_position_embeddings": 8192},
+        first_k_dense_replace=2,
         q_lora_rank=24,
         kv_lora_rank=128,
         qk_nope_head_dim=64,
@@ -72,15 +72,11 @@ LARGE: Mapping[str, PreTrainedConfig] = {
 
 @pytest.mark.parametrize("name", LARGE)
 def test_pass_takes_no_more_than_it_states(name: str, tmp_path: Path) -> None:
-    """An engine whose KV cache takes this memory is killed at a long prompt.
-
-    The stated memory is that of processors with AVX-512. Those with AVX2 alone take more for a
-    shared block, and less for latent attention.
-    """
+    """An engine whose KV cache takes this memory is killed at a long prompt."""
     make_checkpoint(tmp_path, LARGE[name])
     with ProcessPoolExecutor(1, get_context("spawn")) as fresh:  # no freed memory hides a growth
         taken, stated = fresh.submit(memory_of_pass, tmp_path).result()
-    assert 4 * MIB < taken < 1.3 * stated < 13 * taken
+    assert 4 * MIB < taken < stated < 8 * taken
 
 
 @pytest.mark.parametrize("family", ["deepseek v3", "qwen3 moe"])
