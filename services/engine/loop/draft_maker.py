@@ -25,10 +25,9 @@ class DraftMaker:
         self._drafter = drafter
         self._model = model
 
-    @property
     def await_tokens(self) -> bool:
-        """True if drafts of the next step depend on tokens that are in flight."""
-        return self._drafter.awaits_tokens
+        """Do `Drafter.awaits_tokens`."""
+        return self._drafter.awaits_tokens()
 
     def make(self, *, constrained: bool) -> bool:
         """Have the draft model make tokens where they are expected to save time.

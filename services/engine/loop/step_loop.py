@@ -359,7 +359,7 @@ class StepLoop:
         The device then waits for the next launch.
         """
         step = self._in_flight
-        if step is None or not (step.verifies_drafts or self._drafts.await_tokens):
+        if step is None or not (step.verifies_drafts or self._drafts.await_tokens()):
             return False
         self._in_flight = None
         self._complete(step, [], [])

@@ -100,9 +100,11 @@ class Drafter:
             return False
         return self._model is None or self._model.is_quiet
 
-    @property
     def awaits_tokens(self) -> bool:
-        """True if drafts of the next step depend on tokens that are in flight."""
+        """Decide whether the next step waits for the tokens in flight, on which drafts depend.
+
+        The decision counts as one of the draft model, and may turn its drafts off.
+        """
         looks_up = self._looks_up and not self._rest
         if not looks_up and not self.is_model_due:
             return False

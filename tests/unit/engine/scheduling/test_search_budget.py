@@ -11,8 +11,10 @@ PLAIN, SEARCH = 1.0, 0.05
 class Traffic:
     """Steps of sequences whose texts are searched as the budget allows."""
 
-    def __init__(self, streams: int = 1) -> None:
+    def __init__(self, streams: int = 1, stalled: int = 0) -> None:
+        """stalled: number of running sequences that miss the steps."""
         self.streams = streams
+        self.stalled = stalled
         self.lengths = DraftLengths(rows_at_once=16)
         self.budget = SearchBudget(self.lengths)
         self.saved = 0.0
@@ -25,8 +27,9 @@ class Traffic:
         """
         searched = 0
         for _ in range(steps):
-            found = drafted if self.budget.is_open(self.streams) else 0
-            if self.budget.is_open(self.streams):
+            is_open = self.budget.is_open(self.streams + self.stalled)
+            found = drafted if is_open else 0
+            if is_open:
                 searched += 1
                 self.budget.add_search(SEARCH)
                 self.saved -= SEARCH
@@ -78,3 +81,12 @@ def test_full_steps_are_not_searched_with_what_single_sequences_have_saved() -> 
     assert traffic.run(1000, accepted=1, drafted=16, slowdown=1.5) < 50
     traffic.streams = 1
     assert traffic.run(100, accepted=3, drafted=4, slowdown=1.5) == 100
+
+
+def test_sequences_that_stall_change_nothing() -> None:
+    """Of eight running sequences, four wait for a client that reads slowly."""
+    traffic = Traffic(streams=4, stalled=4)
+    traffic.run(1000, accepted=0, drafted=8, slowdown=1.5)
+    assert traffic.run(1000, accepted=0, drafted=8, slowdown=1.5) < 50
+    traffic.run(500, accepted=7, drafted=8, slowdown=1.5)
+    assert traffic.run(300, accepted=7, drafted=8, slowdown=1.5) == 300
