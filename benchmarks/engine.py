@@ -163,7 +163,7 @@ class MeasuredEngine(Engine):
         concurrency: int,
         temperature: float = 0.0,
     ) -> Iterator[MeasuredStep]:
-        """Complete prompts of which each has a number of output tokens. Yield each step."""
+        """Complete prompts, each with its number of output tokens. Yield each step."""
         waiting = iter(requests)
         unfinished = 0
         for prompt, output in islice(waiting, concurrency):

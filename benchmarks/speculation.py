@@ -61,9 +61,9 @@ class Gain:
     plain: float
     """Output tokens per second without speculation"""
     ngrams: float
-    """The same with n-grams"""
+    """Output tokens per second with n-grams"""
     draft: float | None
-    """The same with the draft model; None = there is none"""
+    """Output tokens per second with the draft model; None = there is none"""
     accepted: float | None
     """Draft tokens of the draft model that were accepted in a step, for each of its drafts"""
 

@@ -17,9 +17,9 @@ __all__ = ["LayeredDrafts"]
 class LayeredDrafts(HeadDrafts):
     """A `LayeredHead` that makes draft tokens, its pages, and the hidden states it reads.
 
-    All layers compute the same rows, one layer after another: those of new tokens, and the last
-    rows of the pass before. There the deeper layers have read draft tokens, or nothing, in place of
-    tokens that were not known yet.
+    All layers compute the same rows, one layer after another: the rows of new tokens, and the last
+    rows of the pass before. In the pass before, the deeper layers read draft tokens or zeros in
+    those rows, because the tokens were not known yet.
     """
 
     _head: LayeredHead

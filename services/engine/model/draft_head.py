@@ -33,7 +33,7 @@ class HeadInputs(ABC):
     embedding_width = 0
     """Width of the embeddings; 0: hidden_size"""
     own_width = 0
-    """Width of what `following` returns; 0: hidden_size"""
+    """Width of the hidden states that `following` returns; 0: hidden_size"""
 
     @abstractmethod
     def fill(self, embedded: Tensor, states: Tensor, rows: ResidualRows, *, is_own: bool) -> None:
@@ -45,7 +45,7 @@ class HeadInputs(ABC):
 
     @abstractmethod
     def following(self, hidden: Tensor) -> Tensor:
-        """Return a copy of what further draft tokens read, of rows of the layer's output."""
+        """Return new hidden states for further draft tokens, from rows of the layer's output."""
 
 
 class DraftHead(Decoder):
@@ -101,7 +101,7 @@ class DraftHead(Decoder):
             self._states = None
 
     def following_states(self, hidden: Tensor) -> Tensor:
-        """Return a copy of what further draft tokens read, of rows of `run`'s result."""
+        """Return new hidden states for further draft tokens, from rows of `run`'s result."""
         return self._inputs.following(hidden)
 
     def _begin(self, batch: StepBatch, buffers: Activations) -> None:

@@ -8,6 +8,7 @@ from services.engine.model.architecture.distance import NUM_BUCKETS
 from services.engine.model.architecture.layers import AttentionSpec, DenseSpec, ExpertsSpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
+from services.engine.model.manifest import find_root
 from services.engine.model.parts.stored import StoredLinear, StoredNorm, stored_tensors
 
 __all__ = [
@@ -115,9 +116,7 @@ class _Names:
     """Builder of the names and shapes of one checkpoint."""
 
     def __init__(self, spec: ModelSpec, checkpoint: TensorFiles) -> None:
-        names = spec.family.names
-        held = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
-        self.root = next(held, next(iter(names.roots)))
+        self.root = find_root(checkpoint, spec.family.names)
         self._spec = spec
         self._checkpoint = checkpoint
 

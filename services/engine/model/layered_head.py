@@ -24,7 +24,7 @@ __all__ = ["HeadLayer", "LayeredHead"]
 
 @dataclass(frozen=True, slots=True)
 class HeadLayer:
-    """What surrounds one layer of a head."""
+    """Inputs, final norm and tables around one layer of a head."""
 
     inputs: HeadInputs
     final_norm: Tensor
@@ -58,7 +58,7 @@ class LayeredHead(DraftHead):
         self._number = 0
         """Number of the chosen layer"""
         self.layers = layers
-        """What surrounds each layer"""
+        """Inputs, final norm and tables around each layer"""
         self._weights_of = [
             replace(
                 weights,
@@ -83,9 +83,9 @@ class LayeredHead(DraftHead):
     ) -> tuple[Tensor, Tensor]:
         """Choose and compute a layer, as `run` does.
 
-        states: hidden states of the engine's model for the first layer, else what the layer before
-        has returned. Returns the hidden states of the batch's output rows, and what the next layer
-        reads.
+        states: hidden states of the engine's model for the first layer; for others, the second
+        value that the layer before has returned. Returns the hidden states of the batch's output
+        rows, and the hidden states that the next layer reads.
         """
         self._number = number
         self._inputs, self._weights = self.layers[number].inputs, self._weights_of[number]

@@ -31,7 +31,7 @@ from services.engine.model.decoder import Decoder
 from services.engine.model.encoder import Encoder
 from services.engine.model.encoder_reader import EncoderReader
 from services.engine.model.lockstep import LeadingDecoder
-from services.engine.model.manifest import Manifest
+from services.engine.model.manifest import Manifest, find_root
 from services.engine.model.model import Model
 from services.engine.model.operators.fp8_weights import Fp8Rounding
 from services.engine.model.operators.grouped_operators import GroupedOperators
@@ -211,8 +211,7 @@ def load_model(
             _LOG.warning("decoding the weights of %s in %s to %s", directory, types, named)
         whole = _with_held_names(whole, checkpoint)
         names = whole.family.names
-        held = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
-        root = next(held, next(iter(names.roots)))
+        root = find_root(checkpoint, names)
         whole = _with_stored_modal_tokens(_with_stored_experts(whole, root, checkpoint), checkpoint)
         manifest = Manifest.of(whole, root)
         head = [f"{names.roots[root]}.weight"] if spec.tied_embeddings else []

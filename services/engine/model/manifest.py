@@ -12,7 +12,8 @@ from services.engine.model.architecture.layers import (
     NoMixer,
 )
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.checkpoint.tensors import StoredTensor
+from services.engine.model.checkpoint.family import TensorNames
+from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
 from services.engine.model.mixers.stored import StoredMixer, stored_mixer
 from services.engine.model.parts.stored import (
     LayerNames,
@@ -27,7 +28,7 @@ from services.engine.model.parts.stored_hyper import StoredHyper, stored_hyper
 from services.engine.model.parts.stored_modal import StoredModalTokens, stored_modal_tokens
 from services.engine.model.parts.stored_shared_block import StoredSharedBlock, stored_shared_block
 
-__all__ = ["Manifest", "StoredLayer", "stored_layer"]
+__all__ = ["Manifest", "StoredLayer", "find_root", "stored_layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,12 @@ class Manifest:
     def tensors(self) -> Iterator[StoredTensor]:
         """Yield each tensor once, also those that several layers share."""
         yield from dict.fromkeys(stored_tensors(self))
+
+
+def find_root(files: TensorFiles, names: TensorNames) -> str:
+    """Return the root under which files hold the embeddings; the first root if none holds them."""
+    held = (root for root in names.roots if files.holds(f"{root}{names.embedding}.weight"))
+    return next(held, next(iter(names.roots)))
 
 
 def stored_layer(spec: ModelSpec, index: int, root: str) -> StoredLayer:

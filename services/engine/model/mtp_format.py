@@ -16,7 +16,7 @@ __all__ = ["MtpFormat", "StoredMtpLayer", "find_format", "mtp_spec", "stored_lay
 
 @dataclass(frozen=True, slots=True)
 class MtpFormat:
-    """Names of MTP layers' tensors, without .weight, and what the layers read."""
+    """Names of MTP layers' tensors, without .weight, and the layers' inputs."""
 
     root: str
     """Beginning of all names"""
@@ -146,7 +146,7 @@ def _formats(spec: ModelSpec) -> Iterator[MtpFormat]:
 
 
 def _mimo_v2_format(root: str) -> MtpFormat:
-    """Return the format of MiMo V2 Flash, whose authors wrote SGLang's code for it."""
+    """Return the format of MiMo V2 Flash. Source: SGLang's code, which its authors wrote."""
     return MtpFormat(
         root,
         "mtp.layers",

@@ -25,7 +25,7 @@ from services.engine.model.draft_head import DraftHead, HeadInputs
 from services.engine.model.embedding import Embedding
 from services.engine.model.layered_head import HeadLayer, LayeredHead
 from services.engine.model.loader import choose_operators, load_spec, open_tensors
-from services.engine.model.manifest import Manifest
+from services.engine.model.manifest import Manifest, find_root
 from services.engine.model.mtp_format import (
     MtpFormat,
     StoredMtpLayer,
@@ -56,9 +56,9 @@ class MtpInputs(HeadInputs):
     embedding_norm: Tensor
     states_norm: Tensor
     target_norm: Tensor | None
-    """Norm of the model's final hidden states; None: the layer reads what is in front of it"""
+    """Norm of the model's final hidden states; None: the layer reads states without it"""
     own_norm: Tensor | None
-    """Norm of the layer's own output; None: further draft tokens read what is in front of it"""
+    """Norm of the layer's own output; None: further draft tokens follow from output without it"""
     epsilon: float
     operators: Operators
 
@@ -141,7 +141,7 @@ def load_mtp(directory: Path, target: Decoder, kv_dtype: str) -> DraftHead:
 
 
 class _LayerReader:
-    """Reader of what surrounds each MTP layer."""
+    """Reader of the inputs, norms and tables around each MTP layer."""
 
     def __init__(
         self,
@@ -156,9 +156,7 @@ class _LayerReader:
         self._weights = weights
         self._found = found
         self._target = target
-        names, files = whole.family.names, reader.checkpoint
-        roots = (r for r in names.roots if files.holds(f"{r}{names.embedding}.weight"))
-        self._manifest = Manifest.of(whole, next(roots, next(iter(names.roots))))
+        self._manifest = Manifest.of(whole, find_root(reader.checkpoint, whole.family.names))
 
     def read(self, stored: StoredMtpLayer) -> HeadLayer:
         """Read the tensors around one layer."""

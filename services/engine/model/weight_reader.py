@@ -183,7 +183,7 @@ class WeightReader:
         )
 
     def embedding(self, table: StoredTensor) -> Embedding:
-        """Read a table of which a step reads the rows of its tokens."""
+        """Read a table of embeddings, from which a step takes the rows of its tokens."""
         reads_rows = self._reader.operators.keeps_groups and not self._reader.spec.family.layer_norm
         on_host = self._reader.device.type == "cpu"
         if reads_rows and on_host and (rows := self._reader.stored_rows(table)) is not None:

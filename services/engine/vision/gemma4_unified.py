@@ -18,7 +18,7 @@ class Gemma4UnifiedImageProcessorPil(Gemma4ImageProcessorPil):
     """
 
     def preprocess(self, images: Any, **options: Any) -> Any:
-        """Return pixel_values [images, max_soft_tokens, pixels of a token], and where they lie."""
+        """Return pixel_values [images, max_soft_tokens, pixels of a token] and their places."""
         output = super().preprocess(images, **options)
         tokens = [
             _merged(torch.as_tensor(patches), torch.as_tensor(places), self.pooling_kernel_size)

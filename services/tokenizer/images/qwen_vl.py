@@ -74,15 +74,7 @@ def read_qwen_vl(settings: ProcessorSettings, tokens: ImageTokens) -> ImageFamil
     pad = tokens.text("<|image_pad|>", "image_token_id")
     begin = tokens.text("<|vision_start|>", "vision_start_token_id")
     end = tokens.text("<|vision_end|>", "vision_end_token_id")
-    grid = _read_grid(settings)
-    return ImageFamily(
-        pad,
-        tokens.id(pad),
-        pad,
-        f"{begin}{pad}{end}",
-        (pad, begin, end),
-        lambda size: Expansion(pad, grid.tokens(size)),
-    )
+    return _family(tokens, (begin, pad, end), _read_grid(settings))
 
 
 def read_glm4v(settings: ProcessorSettings, tokens: ImageTokens) -> ImageFamily:
@@ -95,6 +87,12 @@ def read_glm4v(settings: ProcessorSettings, tokens: ImageTokens) -> ImageFamily:
         frames=settings.images.count("temporal_patch_size") or 2,
         is_enlarged=True,
     )
+    return _family(tokens, (begin, image, end), grid)
+
+
+def _family(tokens: ImageTokens, texts: tuple[str, str, str], grid: _Grid) -> ImageFamily:
+    """Return a family. texts: tokens that begin an image, take its places and end it."""
+    begin, image, end = texts
     return ImageFamily(
         image,
         tokens.id(image),

@@ -24,7 +24,7 @@ _SEVERAL = [("deepseek v3", 2), ("glm4 moe", 3), ("mimo", 2), ("mimo v2 flash", 
 def test_mtp_layers_keep_the_answers_and_are_counted(
     family: str, layers: int, tmp_path: Path
 ) -> None:
-    """Their weights are random here, so that few draft tokens are accepted."""
+    """The layers have random weights, so few draft tokens are accepted."""
     make_mtp(tmp_path, family, layers)
     answers, counts = [], []
     for speculate in ("off", "mtp", "auto"):

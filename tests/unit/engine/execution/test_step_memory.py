@@ -61,7 +61,7 @@ def test_further_graphs_share_the_memory_of_the_first() -> None:
 def test_rows_of_images_count_in_the_memory_of_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the KV cache would take the memory that the engine reserves for them at start."""
+    """The engine reserves these rows at start, so the KV cache must leave memory for them."""
     make_vision_checkpoint(tmp_path, "qwen2.5 vl")
     decoder = load_model(tmp_path, torch.float32)
     monkeypatch.setattr(step_memory, "_release", lambda: 0)  # a CPU has no graphs

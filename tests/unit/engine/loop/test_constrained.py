@@ -58,7 +58,7 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, EagleHead
 
 @pytest.fixture(scope="module")
 def layered(tmp_path_factory: pytest.TempPathFactory) -> MtpPair:
-    """A model that counts, and MTP layers that draft that."""
+    """A model that counts, and MTP layers that draft the next numbers."""
     return load_mtp_pair(make_tiny_mtp(tmp_path_factory.mktemp("layered"), 3, counts=True))
 
 

@@ -38,7 +38,7 @@ def useless(tmp_path_factory: pytest.TempPathFactory) -> dict[int, MtpPair]:
 
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory: pytest.TempPathFactory) -> dict[int, MtpPair]:
-    """Models that count, by the number of layers, of which each knows what is right."""
+    """Models that count, and layers that each draft the right number, by the number of layers."""
     folder = tmp_path_factory.mktemp("counting")
     return {
         count: load_mtp_pair(make_tiny_mtp(folder / str(count), count, counts=True))
@@ -47,7 +47,7 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> dict[int, MtpPair]:
 
 
 class WatchedDrafts(LayeredDrafts):
-    """Drafts that note what the layers of a test compute."""
+    """Drafts that note the parts they compute."""
 
     parts: ClassVar[list[DraftPart]] = []
 
@@ -58,7 +58,7 @@ class WatchedDrafts(LayeredDrafts):
 
 @pytest.fixture
 def parts() -> list[DraftPart]:
-    """Parts that watched drafts compute."""
+    """Parts that `WatchedDrafts` compute."""
     WatchedDrafts.parts.clear()
     return WatchedDrafts.parts
 
@@ -141,7 +141,7 @@ def test_each_layer_drafts_the_token_that_it_was_made_for(
 def test_more_layers_take_fewer_steps_than_one_that_reads_its_own_output(
     counting: dict[int, MtpPair],
 ) -> None:
-    """The first layer's own output lacks what it reads in hidden states of the model."""
+    """A single layer drafts one right number: its output lacks the part of states that it reads."""
     steps = []
     for layers in (1, 2, 3):
         loop = make_loop(counting[layers].decoder, draft=counting[layers].head)
@@ -187,7 +187,7 @@ def test_prefix_that_sequences_share_is_computed_once(
 def test_layers_go_on_behind_hidden_states_that_are_gone(
     counting: dict[int, MtpPair], parts: list[DraftPart]
 ) -> None:
-    """Their context then begins at a later block, at the positions that the tokens have."""
+    """The layers' context begins at a later block, and tokens have the same positions."""
     decoder, head = counting[3]
     loop = make_loop(decoder, draft=head, head_drafts=WatchedDrafts, most_kept=32)
     outputs = run(loop, [make_request(1, [[*[3, 9, 4, 7] * 12, 5]], max_tokens=40)])
@@ -201,7 +201,7 @@ def test_layers_go_on_behind_hidden_states_that_are_gone(
 def test_drafts_are_those_of_one_pass_over_all_known_tokens(
     useless: dict[int, MtpPair], layers: int
 ) -> None:
-    """Pages of rejected draft tokens would change them."""
+    """Keys and values of rejected draft tokens would change later drafts."""
     made: list[tuple[list[int], Sequence[int]]] = []
 
     class FreeDrafts(LayeredDrafts):
@@ -229,7 +229,7 @@ def drafts_of_one_pass(pair: MtpPair, tokens: Sequence[int], count: int) -> list
     decoder, head = pair
     assert isinstance(head, LayeredHead)
     rows = len(tokens) - 1
-    decoder.taps_paused = False  # the last step of a loop may have kept no states
+    decoder.taps_paused = False  # the last step of a loop may have paused them
     feeder = Driver(decoder, [torch.tensor(tokens[:rows])], BLOCK)
     decoder.forward(feeder.batch([(0, rows)]), feeder.cache)
     [tapped] = decoder.tapped(rows)

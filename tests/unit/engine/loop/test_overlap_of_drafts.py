@@ -36,7 +36,7 @@ PENALISED = SamplingSettings(0.8, 1.0, 0, 0.0, 1, frequency_penalty=0.4)
 
 @dataclass(frozen=True)
 class SeenStep:
-    """Step as the runner gets it."""
+    """A step that the runner computed."""
 
     decodes: list[int]
     """Handles of the sequences whose newest token is computed"""
@@ -80,17 +80,13 @@ class SlowDraftModel(DraftModel):
         return DraftResult(made, [PassTime(tokens, 1e3) for tokens, _ in passes])
 
 
-class SlowHeadDrafts(HeadDrafts):
-    """The same for a head."""
-
-    def make(self, parts: Sequence[DraftPart]) -> DraftResult:
-        made, passes = super().make(parts)
-        return DraftResult(made, [PassTime(tokens, 1e3) for tokens, _ in passes])
+class SlowHeadDrafts(SlowDraftModel, HeadDrafts):
+    """A head whose passes take so long that drafts are off after the first."""
 
 
 @pytest.fixture(scope="module")
 def repeating(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, EagleHead]:
-    """A model that repeats the newest token, and a head that drafts that."""
+    """A model that repeats the newest token, and a head that drafts the same token."""
     directory = tmp_path_factory.mktemp("repeating")
     model = make_repeater(directory / "model", make_checkpoint(directory / "random"))
     return load_with_head(model, make_eagle(directory / "head", model, repeats=True))
@@ -181,7 +177,7 @@ def test_useless_drafts_keep_few_steps_from_overlapping(tmp_path: Path) -> None:
 
 
 def test_repetitions_are_looked_up_where_they_can_save_time(decoder: Model) -> None:
-    """Steps of random text overlap, but for a look now and then."""
+    """Steps of random text overlap, except the few before which the text is searched."""
     steps = Steps()
     loop = make_loop(decoder, overlaps=True, runner=steps.runner, speculate=True)
     run(loop, [make_request(1, [[5, 9]], max_tokens=90, temperature=50.0)])

@@ -179,7 +179,7 @@ def test_layers_of_a_gguf_file_compute_the_same(tmp_path: Path) -> None:
 
 
 def test_layer_of_a_gguf_file_reads_an_output_projection_of_its_own(tmp_path: Path) -> None:
-    """But no embeddings that repeat the model's with other rounding."""
+    """Embeddings that repeat the model's with other rounding are not read."""
     parts = make_mtp(tmp_path, "glm4 moe", 2)
     own = Reference(parts).output.flip(0).contiguous()
     write_mtp_gguf(tmp_path / "model.gguf", parts, output=own)
@@ -194,7 +194,7 @@ def test_layer_of_a_gguf_file_reads_an_output_projection_of_its_own(tmp_path: Pa
 def test_layer_reads_tables_of_its_own_unless_they_repeat_those_of_the_model(
     tmp_path: Path,
 ) -> None:
-    """Files of DeepSeek repeat them, which would take gigabytes."""
+    """DeepSeek's files repeat the model's tables; copies in memory would take gigabytes."""
     parts = make_mtp(tmp_path, "deepseek v3", 2, own_tables=True)
     ids = random_ids(parts, LENGTH + 2)
     reference = Reference(parts)
@@ -263,7 +263,7 @@ def test_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
 
 
 def test_model_without_the_shape_of_its_layers_is_refused(tmp_path: Path) -> None:
-    """Those of MiMo V2 Flash have windows, and no experts."""
+    """MTP layers of MiMo V2 Flash have windows and dense feed-forward layers."""
     make_mtp(tmp_path, "mimo v2 flash")
     spec = load_spec(tmp_path)
     first, second, *_ = spec.layers

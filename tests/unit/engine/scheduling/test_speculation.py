@@ -175,7 +175,7 @@ class TestDraftLengths:
         assert lengths.choose_made(1, [draft], lambda _: 0.9).lengths == [0]
 
     def test_layers_of_a_head_make_all_tokens_in_one_pass(self) -> None:
-        """So a longer draft costs no more passes, but a draft has to pay for all layers."""
+        """A draft of any length costs one pass through all layers, so a poor draft is not made."""
         lengths = DraftLengths(rows_at_once=16)
         lengths.learn(1, 0, 1.0)
         draft = MadeDraft(rate=0.9, most=3, rows=4, further_rows=0)

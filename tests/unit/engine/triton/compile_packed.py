@@ -71,7 +71,7 @@ def _other(capability: int) -> Iterator[Compiled]:
     yield _product(GPTQ, few, capability)
     yield _product(Q6_K, most, capability)
     yield _product(NF4, packed_kernels._VALUE_TILES[-1], capability)
-    if capability in OF_EACH_MEMORY:  # which have larger tiles
+    if capability in OF_EACH_MEMORY:  # their tiles are larger
         for tile in packed_kernels._LARGE_TILES:
             yield _product(GPTQ, tile, capability)
         yield _product(Q6_K, packed_kernels._LARGE_TILES[-1], capability)

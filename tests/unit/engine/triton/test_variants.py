@@ -30,7 +30,7 @@ PAGE, HEADS, KEYS, WIDTH = 64, 4, 2, 16
 
 
 def test_slots_of_each_cache_group_take_one_variant() -> None:
-    """Those of a second group begin in the middle of 16 bytes if the tokens are odd in number."""
+    """An odd number of tokens moves the second group's slots to an odd multiple of 8 bytes."""
     variants, staging = Variants(), Staging(CPU, groups=2, copies=True)
     keys, values = (torch.zeros(4, PAGE, KEYS, WIDTH) for _ in range(2))
     key_pages, value_pages = (
