@@ -10,6 +10,7 @@ from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
 from services.engine.model.manifest import StoredLayer, stored_layer
 from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm
+from services.engine.model.parts.stored_feed_forward import StoredExperts
 
 __all__ = ["MtpFormat", "StoredMtpLayer", "find_format", "mtp_spec", "stored_layers"]
 
@@ -103,11 +104,15 @@ def mtp_spec(files: TensorFiles, whole: ModelSpec, found: MtpFormat) -> ModelSpe
     if stacked is not None and files.holds(f"{prefix}{stacked.down}"):
         names = replace(names, experts=stacked)
     numbers = range(found.number, found.number + found.count(files))
-    return replace(
+    spec = replace(
         whole,
         family=replace(whole.family, names=names),
         layers=tuple(replace(layer, place=str(number)) for number in numbers),
     )
+    dense = _first_dense(whole)
+    if dense is None or _holds_router(files, spec, found):
+        return spec
+    return replace(spec, layers=tuple(replace(each, feed_forward=dense) for each in spec.layers))
 
 
 def _formats(spec: ModelSpec) -> Iterator[MtpFormat]:
@@ -141,7 +146,7 @@ def _formats(spec: ModelSpec) -> Iterator[MtpFormat]:
     norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")  # of MiMo
     for root in spec.family.names.roots:
         yield MtpFormat(root, "mtp_layers", 0, "input_proj", *norms, states_first=True)
-    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")  # of Qwen3-Next
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")  # of Qwen3-Next, K-EXAONE
     yield MtpFormat("mtp.", "layers", 0, "fc", *norms, inputs="")
 
 
@@ -195,13 +200,27 @@ def _whole_layer(whole: ModelSpec) -> LayerSpec:
 def _windowed_layer(whole: ModelSpec) -> LayerSpec:
     """Return a layer with the model's windows, and with its dense feed-forward layer."""
     windowed = next((each for each in whole.layers if _has_window(each)), None)
-    dense = next((each for each in whole.layers if isinstance(each.feed_forward, DenseSpec)), None)
+    dense = _first_dense(whole)
     if windowed is None or dense is None:
         raise CheckpointError(
             "an MTP layer has a window and a dense feed-forward layer, and the model has no layer "
             f"with {'a window' if windowed is None else 'such a feed-forward layer'}."
         )
-    return replace(windowed, feed_forward=dense.feed_forward)
+    return replace(windowed, feed_forward=dense)
+
+
+def _first_dense(whole: ModelSpec) -> DenseSpec | None:
+    """Return the shape of the model's first dense feed-forward layer; None: it has none."""
+    parts = (each.feed_forward for each in whole.layers)
+    return next((part for part in parts if isinstance(part, DenseSpec)), None)
+
+
+def _holds_router(files: TensorFiles, spec: ModelSpec, found: MtpFormat) -> bool:
+    """Return whether files hold the router of the first layer. K-EXAONE's has no experts."""
+    stored = stored_layer(spec, 0, found.root).feed_forward
+    if not isinstance(stored, StoredExperts):
+        return False
+    return all(files.holds(each.name) for each in stored.router.weights)
 
 
 def _sees_all(layer: LayerSpec) -> bool:

@@ -1,7 +1,7 @@
 """Checkpoints rewritten in FP8, with every layout of scales."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-__all__ = ["FP8", "LAYOUTS", "Layout", "in_blocks", "quantize"]
+__all__ = [
+    "FP8",
+    "LAYOUTS",
+    "LEFT_OUT",
+    "Layout",
+    "in_blocks",
+    "quantize",
+    "set_parameter",
+    "write_fp8",
+]
 
 FP8 = torch.float8_e4m3fn
 LEFT_OUT = ("embed_tokens", "lm_head", "mlp.gate.", "layers.0.")
@@ -72,10 +81,20 @@ LAYOUTS = {
 
 def quantize(directory: Path, model: PreTrainedModel, layout: Layout) -> None:
     """Rewrite the checkpoint as FP8, and give the model the rounded weights."""
+    parameters = dict(model.named_parameters())
+    for name, weight in write_fp8(directory, layout, LEFT_OUT).items():
+        set_parameter(parameters, name, weight)
+
+
+def write_fp8(directory: Path, layout: Layout, left_out: Sequence[str]) -> dict[str, Tensor]:
+    """Rewrite the matrices of a checkpoint as FP8. Return the rounded weights by name.
+
+    left_out: parts of the names of tensors that stay as they are.
+    """
     file = directory / "model.safetensors"
-    tensors, parameters = load_file(file), dict(model.named_parameters())
+    tensors, rounded = load_file(file), {}
     for name, weight in list(tensors.items()):
-        if weight.ndim != 2 or any(part in name for part in LEFT_OUT):
+        if weight.ndim != 2 or any(part in name for part in left_out):
             continue
         if layout.scale_of is None:
             scale = of_blocks(weight, layout.block)
@@ -85,11 +104,12 @@ def quantize(directory: Path, model: PreTrainedModel, layout: Layout) -> None:
         tensors[name] = (weight / factor).to(FP8)
         tensors[f"{name}{layout.suffix}"] = scale
         tensors[name.removesuffix("weight") + "input_scale"] = torch.ones(1)
-        set_parameter(parameters, name, tensors[name].float() * factor)
+        rounded[name] = tensors[name].float() * factor
     save_file(tensors, file)
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = layout.quantization
     (directory / "config.json").write_text(json.dumps(config))
+    return rounded
 
 
 def set_parameter(parameters: dict[str, torch.nn.Parameter], name: str, weight: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints with MTP layers, made of random models of transformers with some layers more."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import PreTrainedModel
 
 from services.engine.model.decoder import Decoder
@@ -19,6 +19,7 @@ from services.engine.model.loader import load_model
 from services.engine.model.mtp_head import load_mtp
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.files import make_checkpoint
+from tests.unit.engine.fp8_checkpoints import Layout, set_parameter, write_fp8
 from tests.unit.engine.gguf_checkpoints import ARCHITECTURES, write_gguf
 from tests.unit.engine.tiny import make_checkpoint as make_tiny
 
@@ -73,7 +74,10 @@ FORMATS = {
 _ARCHITECTURES = {"mimo": ("MiMoForCausalLM", "qwen2, tied")}
 """Architectures that transformers lacks, and the models with the same layers"""
 FORMATS["deepseek v3.2"] = FORMATS["glm4 moe"] = FORMATS["deepseek v3"]
-FORMATS["qwen3.5"] = FORMATS["qwen3.5 moe"] = FORMATS["qwen3 next"]
+FORMATS["qwen3.5"] = FORMATS["qwen3.5 moe"] = FORMATS["k-exaone"] = FORMATS["qwen3 next"]
+FORMATS["glm ocr"] = FORMATS["glm4v moe"] = _names(
+    "model.language_model.layers.{n}.", "eh_proj", "enorm", "hnorm", "shared_head.norm"
+)
 
 
 def make_mtp(
@@ -86,28 +90,32 @@ def make_mtp(
     """
     architecture, base = _ARCHITECTURES.get(family, ("", family))
     config = {**CONFIGS[base].to_dict(), **changes}
-    number = config["num_hidden_layers"]
+    has_images = "text_config" in config
+    text = config["text_config"] if has_images else config
+    number = text["num_hidden_layers"]
     is_windowed = family == "mimo v2 flash"
+    is_dense = is_windowed or family == "k-exaone"
     more: dict[str, Any] = {"num_hidden_layers": number + layers}
-    if config.get("layer_types"):
+    if text.get("layer_types"):
         kind = "sliding_attention" if is_windowed else "full_attention"
-        more["layer_types"] = [*config["layer_types"], *[kind] * layers]
-    if config.get("mlp_layer_types"):
-        kinds = config["mlp_layer_types"]
-        more["mlp_layer_types"] = [*kinds, *["dense" if is_windowed else kinds[-1]] * layers]
-    make_checkpoint(directory, type(CONFIGS[base])(**{**config, **more}))
-    whole = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    )
+        more["layer_types"] = [*text["layer_types"], *[kind] * layers]
+    if text.get("mlp_layer_types"):
+        kinds = text["mlp_layer_types"]
+        more["mlp_layer_types"] = [*kinds, *["dense" if is_dense else kinds[-1]] * layers]
+    longer = {"text_config": {**text, **more}} if has_images else more
+    make_checkpoint(directory, type(CONFIGS[base])(**{**config, **longer}))
+    auto = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    whole = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     tensors = load_file(directory / "model.safetensors")
-    found = [_add_layer(tensors, config, family, number, depth) for depth in range(layers)]
+    found = [_add_layer(tensors, text, family, number, depth) for depth in range(layers)]
     if own_tables:
         _add_tables(tensors, number, layers)
     save_file(tensors, directory / "model.safetensors")
     values = json.loads((directory / "config.json").read_text())
+    shape = values["text_config"] if has_images else values
     for key, value in more.items():
-        values[key] = value[:-layers] if isinstance(value, list) else number
-    values["num_nextn_predict_layers"] = layers
+        shape[key] = value[:-layers] if isinstance(value, list) else number
+    shape["num_nextn_predict_layers"] = layers
     if architecture:
         values["architectures"] = [architecture]
     (directory / "config.json").write_text(json.dumps(values))
@@ -118,8 +126,8 @@ def _add_layer(
     tensors: dict[str, Tensor], config: Mapping[str, Any], family: str, number: int, depth: int
 ) -> MtpWeights:
     """Give the tensors of a layer behind the model's `number` the names of an MTP layer."""
-    names = MtpNames(*(name.format(n=number + depth, k=depth) for name in FORMATS[family]))
-    before = f"model.layers.{number + depth}."
+    names = _names_of(family, number, depth)
+    before = _name_in_model(names, number + depth)
     for name in [name for name in tensors if name.startswith(before)]:
         own = name.removeprefix(before)
         if family == "mimo v2 flash":
@@ -135,6 +143,34 @@ def _add_layer(
     for name, norm in zip(names[2:], norms, strict=True):
         tensors[f"{name}.weight"] = norm + offset
     return MtpWeights(projection, *(1 + norm for norm in norms))
+
+
+def _names_of(family: str, number: int, depth: int) -> MtpNames:
+    """Return the names of a layer. number: number of the model's layers. depth: from 0."""
+    return MtpNames(*(name.format(n=number + depth, k=depth) for name in FORMATS[family]))
+
+
+def _name_in_model(names: MtpNames, number: int) -> str:
+    """Return the beginning of the names of a layer's tensors in the model of transformers."""
+    has_images = names.layer.startswith("model.language_model.")
+    return names.layer if has_images else f"model.layers.{number}."
+
+
+def quantize_mtp(
+    directory: Path, family: str, parts: MtpParts, layout: Layout, left_out: Sequence[str]
+) -> None:
+    """Rewrite the checkpoint of a single MTP layer as FP8, and give `parts` the rounded weights."""
+    number = parts.whole.config.get_text_config().num_hidden_layers - 1
+    names = _names_of(family, number, 0)
+    parameters = dict(parts.whole.named_parameters())
+    for name, weight in write_fp8(directory, layout, left_out).items():
+        if name == f"{names.projection}.weight":
+            parts.layers[0].projection.copy_(weight)
+        elif name.startswith(names.layer):
+            own = name.removeprefix(names.layer)
+            set_parameter(parameters, _name_in_model(names, number) + own, weight)
+        else:
+            set_parameter(parameters, name, weight)
 
 
 def _add_tables(tensors: dict[str, Tensor], number: int, layers: int) -> None:

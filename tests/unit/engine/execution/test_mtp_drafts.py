@@ -11,7 +11,8 @@ from services.engine.engine import Engine
 from services.engine.settings import EngineSettings
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.files import make_checkpoint as make_family
-from tests.unit.engine.mtp import FORMATS, make_mtp, write_mtp_gguf
+from tests.unit.engine.fp8_checkpoints import LAYOUTS, LEFT_OUT
+from tests.unit.engine.mtp import FORMATS, make_mtp, quantize_mtp, write_mtp_gguf
 from tests.unit.engine.tiny import make_checkpoint
 
 SETTINGS = EngineSettings(dtype="float32", device="cpu", kv_memory="16MiB", max_running=4)
@@ -26,9 +27,31 @@ def test_mtp_layers_keep_the_answers_and_are_counted(
 ) -> None:
     """The layers have random weights, so few draft tokens are accepted."""
     make_mtp(tmp_path, family, layers)
+    check_answers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "left_out"),
+    [
+        ("deepseek v3", "blocks", "eh_proj"),
+        ("glm4 moe", "channels", "eh_proj"),
+        ("qwen3 next", "blocks", "mtp."),
+    ],
+)
+def test_mtp_layers_of_fp8_checkpoints_keep_the_answers_and_are_counted(
+    family: str, layout: str, left_out: str, tmp_path: Path
+) -> None:
+    parts = make_mtp(tmp_path, family)
+    kept = (*LEFT_OUT, "mlp.shared_expert_gate", left_out)
+    quantize_mtp(tmp_path, family, parts, LAYOUTS[layout], kept)
+    check_answers(tmp_path)
+
+
+def check_answers(model: Path) -> None:
+    """Require that MTP layers draft tokens, and that answers are those without drafts."""
     answers, counts = [], []
     for speculate in ("off", "mtp", "auto"):
-        with Engine(tmp_path, replace(SETTINGS, speculate=speculate)) as engine:
+        with Engine(model, replace(SETTINGS, speculate=speculate)) as engine:
             answers.append(
                 [
                     engine.generate(

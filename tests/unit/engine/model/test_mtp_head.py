@@ -19,7 +19,8 @@ from services.engine.model.mtp_format import find_format, mtp_spec
 from services.engine.model.mtp_head import load_mtp
 from tests.unit.engine.checkpoints.driver import Driver
 from tests.unit.engine.checkpoints.shapes import YARN
-from tests.unit.engine.mtp import FORMATS, MtpParts, make_mtp, write_mtp_gguf
+from tests.unit.engine.fp8_checkpoints import LAYOUTS, LEFT_OUT
+from tests.unit.engine.mtp import FORMATS, MtpParts, make_mtp, quantize_mtp, write_mtp_gguf
 from tests.unit.engine.tiny import make_checkpoint
 
 LENGTH, FOLLOWING = 23, 4
@@ -68,10 +69,12 @@ class Reference:
 
     def __init__(self, parts: MtpParts) -> None:
         self._parts = parts
-        self._model = parts.whole.model
+        model = parts.whole.model
+        self._model = getattr(model, "language_model", model)
+        self._config = self._model.config
         self._layers, self._norm = self._model.layers, self._model.norm
-        self._types = getattr(parts.whole.config, "layer_types", None)
-        self.norms_states = parts.whole.config.model_type != "mimo_v2_flash"
+        self._types = getattr(self._config, "layer_types", None)
+        self.norms_states = self._config.model_type != "mimo_v2_flash"
         self.embedding: Tensor = self._model.embed_tokens.weight.detach()
         self.output: Tensor = parts.whole.lm_head.weight.detach()
 
@@ -95,7 +98,7 @@ class Reference:
 
     def _run(self, layers: slice, norm: nn.Module, **inputs: Tensor) -> Tensor:
         """Run some layers of the model, each with the attention of its own kind."""
-        config = self._parts.whole.config
+        config = self._config
         self._model.layers, self._model.norm = self._layers[layers], norm
         if self._types is not None:
             config.layer_types = self._types[layers]
@@ -105,7 +108,7 @@ class Reference:
         return hidden
 
     def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
-        epsilon = self._parts.whole.config.rms_norm_eps
+        epsilon = self._config.rms_norm_eps
         return rms_norm(rows, rows.shape[-1:], weight, epsilon)
 
 
@@ -214,7 +217,8 @@ def test_layer_reads_tables_of_its_own_unless_they_repeat_those_of_the_model(
 
 def random_ids(parts: MtpParts, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(3)
-    return torch.randint(parts.whole.config.vocab_size, (count,), generator=generator)
+    config = parts.whole.config.get_text_config()
+    return torch.randint(config.vocab_size, (count,), generator=generator)
 
 
 @pytest.mark.parametrize("family", FORMATS)
@@ -226,7 +230,31 @@ def test_logits_are_those_of_the_published_formulas(family: str, tmp_path: Path)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["deepseek v3", "glm4 moe", "qwen3 next", "qwen3.5"])
+FP8_FILES = [
+    *((family, "blocks", "") for family in FORMATS),
+    ("deepseek v3", "blocks", "eh_proj"),
+    ("glm4 moe", "channels", "eh_proj"),
+    ("glm4 moe", "tensors", ""),
+    ("qwen3 next", "blocks", "mtp.fc"),
+    ("qwen3 next", "blocks", "mtp."),
+    ("qwen3.5 moe", "blocks", "mtp."),
+]
+"""Families, layouts of scales, and the parts of an MTP layer that stay in bfloat16"""
+
+
+@pytest.mark.parametrize(("family", "layout", "left_out"), FP8_FILES)
+def test_layer_of_an_fp8_checkpoint_has_the_stored_numbers_times_their_scales(
+    family: str, layout: str, left_out: str, tmp_path: Path
+) -> None:
+    parts = make_mtp(tmp_path, family)
+    kept = (*LEFT_OUT, "visual", "mlp.shared_expert_gate", *filter(None, [left_out]))
+    quantize_mtp(tmp_path, family, parts, LAYOUTS[layout], kept)
+    ids = random_ids(parts, LENGTH + FOLLOWING)
+    logits = computed_logits(tmp_path, ids)
+    torch.testing.assert_close(logits, expected_logits(parts, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["deepseek v3", "glm4 moe", "qwen3 next", "qwen3.5", "k-exaone"])
 def test_layer_of_a_gguf_file_computes_the_same(family: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {}
     if family == "deepseek v3":  # files have no further factors of YaRN
