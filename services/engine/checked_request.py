@@ -83,6 +83,10 @@ class SamplingSettings:
     None = every id is allowed"""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Non-empty runs of ids that must never be generated"""
+    suppressed: tuple[int, ...] = ()
+    """Ids of the checkpoint that are generated only if no other id is left"""
+    suppressed_first: tuple[int, ...] = ()
+    """The same for the first token"""
     penalty_window: int | None = None
     """Last tokens of prompt and output that the three penalties count; None = repetition_penalty
     counts all tokens, the others all generated ones"""
@@ -91,6 +95,11 @@ class SamplingSettings:
     def limits_ids(self) -> bool:
         """True if the request itself forbids some ids."""
         return self.allowed is not None or bool(self.bad_words)
+
+    @property
+    def suppresses_ids(self) -> bool:
+        """True if the checkpoint excludes some ids."""
+        return bool(self.suppressed or self.suppressed_first)
 
     @property
     def penalises(self) -> bool:

@@ -228,6 +228,8 @@ class Engine:
             top_k=options.get("top_k", 0),
             min_p=options.get("min_p", 0.0),
             seed=secrets.randbits(63) if seed is None else seed,
+            suppressed=self.model.suppressed.always,
+            suppressed_first=self.model.suppressed.first,
         )
         stopping = StoppingSettings(
             max_tokens=options.get("max_tokens", DEFAULT_MAX_TOKENS),

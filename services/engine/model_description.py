@@ -1,12 +1,12 @@
 """Description of the model that the loop process has loaded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.engine.checked_request import Pooled
 
-__all__ = ["CacheGroup", "GenerationDefaults", "ModelDescription"]
+__all__ = ["CacheGroup", "GenerationDefaults", "ModelDescription", "SuppressedIds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,15 @@ class GenerationDefaults:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+
+class SuppressedIds(NamedTuple):
+    """Ids that the checkpoint excludes from answers."""
+
+    always: tuple[int, ...] = ()
+    """Ids that are never generated, such as marks of images"""
+    first: tuple[int, ...] = ()
+    """Ids that are not generated as the first token"""
 
 
 class CacheGroup(NamedTuple):
@@ -82,5 +91,6 @@ class ModelDescription:
     vectors_are_normalized: bool = False
     takes_pairs: bool = False
     """True if the model tells the two texts of a pair apart"""
+    suppressed: SuppressedIds = field(default_factory=SuppressedIds)
     images_are_consecutive: bool = False
     """True if the tokens of an image must have no other tokens between them"""

@@ -41,7 +41,7 @@ from tokenwire.errors import ServiceError
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2 import SessionCancel, SessionCommand
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
-from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec, SamplingParams
 
 
 async def test_disconnected_client_frees_its_sequences(
@@ -370,6 +370,27 @@ async def test_invalid_flag_ends_the_start_with_one_sentence_and_exit_code_2(
     assert process.returncode == 2, stderr.decode()
     assert complaint in lines[-1]
     assert "Traceback" not in stderr.decode()
+
+
+async def test_ids_that_the_checkpoint_suppresses_are_left_out_unless_a_request_wants_them(
+    tmp_path: Path,
+) -> None:
+    make_checkpoint(tmp_path)
+    suppressed = [token for token in range(VOCABULARY) if token != 3]
+    values = {"suppress_tokens": suppressed}
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    bias, allowed = SamplingParams(), SamplingParams()
+    bias.logit_bias[9] = 100
+    allowed.allowed_token_ids.ids.extend([7, 8])
+    model = ("--model", str(tmp_path))
+    async with (
+        running_service("engine", *model, log=tmp_path / "log") as engine,
+        connect(engine.target) as channel,
+    ):
+        for sampling, expected in ((SamplingParams(), {3}), (bias, {9}), (allowed, {7, 8})):
+            request = make_request([1, 2, 3], max_tokens=40)
+            request.sampling.CopyFrom(sampling)
+            assert {*ids_of(await generate(channel, request))} == expected
 
 
 async def test_recommended_sampling_fills_what_a_request_leaves_open(tmp_path: Path) -> None:

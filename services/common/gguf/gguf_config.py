@@ -75,7 +75,7 @@ def _common(file: GgufFile, architecture: Architecture) -> dict[str, Json]:
         "mlp_bias": not file.tensors.keys().isdisjoint(_FEED_FORWARD_BIASES),
         "rope_scaling": read_rope_scaling(file),
         "is_causal": not is_encoder(file),
-        **_ends(file),
+        **_special_ids(file),
     }
     if key("feed_forward_length") in file.metadata:
         least = int(architecture.has_attention)  # the first Mambas' layers are one part
@@ -129,8 +129,11 @@ def _has_weight(file: GgufFile, name: str) -> bool:
     return any(tensor.endswith(f".{name}.weight") for tensor in file.tensors)
 
 
-def _ends(file: GgufFile) -> dict[str, Json]:
-    """Return the ids that begin and end a text, among them the id that ends a turn."""
+def _special_ids(file: GgufFile) -> dict[str, Json]:
+    """Return the ids that begin and end a text, among them the id that ends a turn.
+
+    The ids that are never generated are among them, too.
+    """
     ends = [
         file.integer(key)
         for name in ("eos", "eot", "eom")
@@ -139,4 +142,6 @@ def _ends(file: GgufFile) -> dict[str, Json]:
     found: dict[str, Json] = {"eos_token_id": list(dict.fromkeys(ends))}
     if "tokenizer.ggml.bos_token_id" in file.metadata:
         found["bos_token_id"] = file.integer("tokenizer.ggml.bos_token_id")
+    if file.metadata.get(key := "tokenizer.ggml.suppress_tokens"):
+        found["suppress_tokens"] = [*file.integers(key, 0)]
     return found

@@ -253,6 +253,7 @@ class Admission:
                 if clash:
                     message = f"mirostat replaces {field}: set only one of them."
                     raise invalid(f"sampling.{field}", message)
+        suppressed = self.model.suppressed
         return SamplingSettings(
             temperature=temperature,
             top_p=top_p,
@@ -269,6 +270,8 @@ class Admission:
             mirostat=_mirostat(params.mirostat) if params.HasField("mirostat") else None,
             allowed=self._allowed(params),
             bad_words=self._bad_words(params),
+            suppressed=_without_wanted(suppressed.always, params),
+            suppressed_first=_without_wanted(suppressed.first, params),
             penalty_window=params.penalty_window if params.HasField("penalty_window") else None,
         )
 
@@ -412,6 +415,13 @@ def _check_mu(resumed: ResumedSequence, in_use: bool, field: str) -> None:
             raise invalid(field, "mirostat_mu must be finite.")
     elif in_use and resumed.generated.ids:
         raise invalid(field, "A sequence that resumes with mirostat needs its mirostat_mu.")
+
+
+def _without_wanted(ids: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+    """Return the suppressed ids that a request does not ask for by allowed ids or a bias."""
+    wanted = {token for token, bias in params.logit_bias.items() if bias > 0}
+    wanted.update(params.allowed_token_ids.ids)
+    return tuple(token for token in ids if token not in wanted)
 
 
 def _default(recommended: float | None, otherwise: float, most: float) -> float:

@@ -15,7 +15,10 @@ from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.attention import KVCache
-from services.engine.model.checkpoint.generation import load_generation_defaults
+from services.engine.model.checkpoint.generation import (
+    load_generation_defaults,
+    load_suppressed_ids,
+)
 from services.engine.model.checkpoint.sentence_modules import Pooling
 from services.engine.model.model import Model
 from services.engine.model_description import ModelDescription
@@ -99,6 +102,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         model_code=decoder.code.value,
         takes_adapters=decoder.adapters is not None,
         tasks=spec.tasks,
+        suppressed=load_suppressed_ids(settings.model, spec.vocab_size),
         images_are_consecutive=spec.has_grid_positions or spec.images_see_ahead,
         generates=not spec.is_encoder and spec.family.has_logits,
         pooled=_pooled(model),

@@ -175,7 +175,10 @@ class StepSampler:
         if not rows:
             return None, None
         if self._searches and all(draw.sequence.request.needs_no_logits for draw in draws):
-            return None, self._runner.most_likely(hidden, rows)
+            tokens = self._runner.most_likely(hidden, rows)
+            pairs = zip(draws, tokens, strict=True)
+            if not any(token in _suppressed(draw) for draw, token in pairs):
+                return None, tokens
         return self._runner.logits(hidden, rows), None
 
     def rows(self, draws: Sequence[Draw]) -> list[Row] | None:
@@ -380,10 +383,10 @@ class StepSampler:
     def _row(self, draw: Draw) -> Row:
         sequence, checked = draw.sequence, draw.sequence.request.command.checked
         sampling, stopping = checked.sampling, checked.stopping
-        banned: tuple[int, ...] = ()
+        banned = _suppressed(draw)
         if draw.position < stopping.min_tokens:
             eos = () if stopping.ignore_eos else self._eos_token_ids
-            banned = (*eos, *stopping.stop_token_ids)
+            banned = (*banned, *eos, *stopping.stop_token_ids)
         if sequence.penalties is not None:
             sequence.penalties.update(sequence.tokens)
         mask = sequence.mask.allows_at(draw.position) if sequence.mask is not None else None
@@ -404,6 +407,14 @@ class StepSampler:
             sequence.mirostat,
             forbidden,
         )
+
+
+def _suppressed(draw: Draw) -> tuple[int, ...]:
+    """Return the ids that the checkpoint excludes from a draw."""
+    sampling = draw.sequence.request.command.checked.sampling
+    if draw.position == 0 and sampling.suppressed_first:
+        return sampling.suppressed + sampling.suppressed_first
+    return sampling.suppressed
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

@@ -298,7 +298,7 @@ class Request:
     is_plainly_greedy: bool = field(init=False)
     """True if each token is the most likely one, without adjustments"""
     needs_no_logits: bool = field(init=False)
-    """True if the most likely token is all that a step must return"""
+    """True if the most likely token is all that a step must return, unless it is suppressed"""
     runs_ahead: bool = field(init=False)
     """True if a draw does not depend on the token before, so that the device may draw a token
     before the host has the previous one. With a prediction, the host has to choose draft tokens"""
@@ -312,7 +312,7 @@ class Request:
             and sampling.mirostat is None
             and not (self.bad_words is not None and self.bad_words.looks_back)
         )
-        self.is_plainly_greedy = (
+        is_greedy = (
             checked.beams is None
             and sampling.temperature == 0
             and sampling.logit_bias is None
@@ -321,7 +321,8 @@ class Request:
             and checked.stopping.min_tokens == 0
             and not checked.constrained
         )
-        self.needs_no_logits = self.is_plainly_greedy and checked.logprobs is None
+        self.is_plainly_greedy = is_greedy and not sampling.suppresses_ids
+        self.needs_no_logits = is_greedy and checked.logprobs is None
         self.runs_ahead = (
             self.draws_independently and not checked.constrained and not checked.prediction
         )

@@ -1,6 +1,6 @@
 """config.json of GGUF files: wrong metadata is refused in one sentence with GGUF's own key."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,15 @@ def test_biased_experts_without_their_function_are_refused(tmp_path: Path) -> No
     assert_refused(tmp_path / "model.gguf", r"deepseek2\.expert_gating_func must be 2")
 
 
+def test_suppressed_ids_of_a_file_are_read(tmp_path: Path) -> None:
+    """Gemma 4's files exclude the ends of images and sounds from answers."""
+    ids: dict[str, list[int]] = {"tokenizer.ggml.suppress_tokens": [3, 2]}
+    write(tmp_path / "model.gguf", "llama", lists=ids)
+    assert config_of(GgufFile(tmp_path / "model.gguf"))["suppress_tokens"] == [3, 2]
+    write(tmp_path / "none.gguf", "llama", lists={"tokenizer.ggml.suppress_tokens": []})
+    assert "suppress_tokens" not in config_of(GgufFile(tmp_path / "none.gguf"))
+
+
 def test_file_of_glm4v_is_refused(tmp_path: Path) -> None:
     """llama.cpp stores its queries and keys in another order than those of GLM-4."""
     write(tmp_path / "model.gguf", "glm4", {"rope.dimension_sections": 8})
@@ -109,9 +118,12 @@ def write(
     *,
     embeddings: tuple[int, ...] = (5, 8),
     vectors: Mapping[str, int] | None = None,
+    lists: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
     """Write a file without weights but embeddings, norms and vectors of these sizes."""
     writer = GGUFWriter(path, architecture)
+    for key, numbers in (lists or {}).items():
+        writer.add_array(key, numbers)
     for key, value in (COMMON | dict(values or {})).items():
         if isinstance(value, float):
             writer.add_float32(f"{architecture}.{key}", value)

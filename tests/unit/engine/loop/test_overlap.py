@@ -48,6 +48,7 @@ KINDS: dict[str, SamplingSettings] = {
     "restricted": SamplingSettings(0.7, 0.9, 0, 0.05, 1),
     "top-k": SamplingSettings(1.0, 1.0, 3, 0.0, 1),
     "allowed ids": SamplingSettings(0.7, 0.9, 0, 0.0, 1, allowed=mask_of({*range(0, 48, 2), 17})),
+    "suppressed ids": SamplingSettings(0.0, 1.0, 0, 0.0, 1, suppressed=(5,), suppressed_first=(6,)),
     "bad words": SamplingSettings(0.7, 1.0, 0, 0.0, 1, bad_words=((5,), (6,))),
     "longer bad words": SamplingSettings(0.7, 1.0, 0, 0.0, 1, bad_words=((5, 6), (7, 8, 9))),
     "penalised": SamplingSettings(0.7, 1.0, 0, 0.0, 1, repetition_penalty=1.3),

@@ -41,6 +41,8 @@ FEATURES = {
     "allowed ids": replace(FREE, allowed=SOME),
     "bad words": replace(FREE, bad_words=WORDS),
     "bad words of one token": replace(FREE, bad_words=((5,), (6,), (9,))),
+    "suppressed ids": replace(FREE, suppressed=(5, 6, 9), suppressed_first=(7,)),
+    "greedy with suppressed ids": replace(GREEDY, suppressed=(13, 43), suppressed_first=(35,)),
     "greedy with bad words": replace(GREEDY, bad_words=WORDS, allowed=SOME),
     "greedy": replace(GREEDY, repetition_penalty=1.4, dry=DRY, frequency_penalty=0.7),
     "greedy with a bias": replace(GREEDY, logit_bias=BIAS),
