@@ -35,7 +35,7 @@ from services.common.gguf.gguf_recurrent import (
     read_nemotron_h,
     read_selective,
 )
-from services.common.gguf.gguf_rope import read_rope_scaling, refuse_sections
+from services.common.gguf.gguf_rope import read_rope_scaling
 from services.common.json_values import Json
 
 __all__ = ["Architecture", "architecture_of", "is_read"]
@@ -387,7 +387,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         extra_keys=_read_ernie_experts,
     ),
     "chatglm": Architecture("GlmForCausalLM"),
-    "glm4": Architecture("Glm4ForCausalLM", extra_keys=refuse_sections),
+    "glm4": Architecture("Glm4ForCausalLM"),
     "exaone4": Architecture("Exaone4ForCausalLM", extra_keys=lambda file: read_windows(file, 4)),
     "seed_oss": Architecture("SeedOssForCausalLM"),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),

@@ -18,7 +18,9 @@ MARK = "tokenwire_gguf"
 """Key of config.json that marks weights with the names and formats of a GGUF file
 
 The value is an object. Its member `fused_qkv` is true if queries, keys and values are one tensor,
-and `fused_gate` is true if gate and up of a gated layer are one tensor. `head` lists the modules of
+and `fused_gate` is true if gate and up of a gated layer are one tensor. `rotary_sections` is true
+if RoPE has sections of an image's axes; then the pairs of GLM-4V lie half of the rotated part
+apart. `head` lists the modules of
 a head that scores texts, and `answers` is true if the two outputs of the head are the logits of yes
 and no. `file` is the path of the GGUF file, for errors."""
 
@@ -41,6 +43,7 @@ def config_of(file: GgufFile) -> dict[str, Json]:
         MARK: {
             "fused_qkv": not _has_weight(file, "attn_q"),
             "fused_gate": not _has_weight(file, "ffn_gate"),
+            "rotary_sections": file.own("rope.dimension_sections") in file.metadata,
             "head": [*head],
             "answers": answers_yes_or_no(file),
             "file": str(file.path),

@@ -1,9 +1,9 @@
 """Scaling of RoPE that a GGUF file describes, as rope_scaling of config.json."""
 
-from services.common.gguf.gguf_file import GgufError, GgufFile
+from services.common.gguf.gguf_file import GgufFile
 from services.common.json_values import Json
 
-__all__ = ["read_rope_scaling", "refuse_sections"]
+__all__ = ["read_rope_scaling"]
 
 
 _YARN = {
@@ -64,13 +64,3 @@ def _read_yarn(file: GgufFile, prefix: str) -> dict[str, Json]:
     if growth := file.number(file.own("attention.temperature_scale"), 0.0):
         found["llama_4_scaling_beta"] = growth
     return found
-
-
-def refuse_sections(file: GgufFile) -> dict[str, Json]:
-    """Return no keys. Raises GgufError for GLM-4V's files, which store pairs in another order."""
-    key = file.own("rope.dimension_sections")
-    if key in file.metadata:
-        raise GgufError(
-            f"{file.path}: {key} of GLM-4V is not supported. Serve its safetensors instead."
-        )
-    return {}

@@ -147,7 +147,8 @@ def gguf_family(family: Family, mark: Config) -> Family:
     """Return a family with the names and conventions of GGUF.
 
     The converter of llama.cpp has added 1 to the norms of Gemma and Nemotron, transposed
-    GPT-2's weights, sorted GPT-NeoX's queries, keys and values, and taken gpt-oss's experts apart.
+    GPT-2's weights, sorted GPT-NeoX's queries, keys and values, taken gpt-oss's experts apart, and
+    moved the two of a RoPE pair of GLM-4V apart.
     mark: the keys of the config that describe the file.
     """
     names = _names(family.names, mark.flag("fused_qkv", False), family.gated)
@@ -172,6 +173,7 @@ def gguf_family(family: Family, mark: Config) -> Family:
             names = replace(names, gate=("ffn_gate", "ffn_up"))
         types = None if encoder.token_types is None else "token_types"
         encoder = replace(encoder, embedding_norm="token_embd_norm", token_types=types)
+    keeps_pairs = family.interleaved_rotary and not mark.flag("rotary_sections", False)
     shares_keys = family.is_gemma4 or family.names.altup is not None
     return replace(
         family,
@@ -183,7 +185,7 @@ def gguf_family(family: Family, mark: Config) -> Family:
         parallel_norms=("attn_norm_2", "attn_norm"),
         norm_offset=False,
         transposed=False,
-        interleaved_rotary=family.interleaved_rotary or family.architecture in _INTERLEAVED,
+        interleaved_rotary=keeps_pairs or family.architecture in _INTERLEAVED,
     )
 
 

@@ -69,12 +69,6 @@ def test_suppressed_ids_of_a_file_are_read(tmp_path: Path) -> None:
     assert "suppress_tokens" not in config_of(GgufFile(tmp_path / "none.gguf"))
 
 
-def test_file_of_glm4v_is_refused(tmp_path: Path) -> None:
-    """llama.cpp stores its queries and keys in another order than those of GLM-4."""
-    write(tmp_path / "model.gguf", "glm4", {"rope.dimension_sections": 8})
-    assert_refused(tmp_path / "model.gguf", r": glm4\.rope\.dimension_sections of GLM-4V is not")
-
-
 def test_layers_with_indexers_are_known_where_a_file_leaves_them_out(tmp_path: Path) -> None:
     """GLM-5.2's first files; layers without indexers would ask for tensors that nobody wrote."""
     values = LATENT | {
