@@ -106,7 +106,7 @@ def load_mtp(directory: Path, target: Decoder, kv_dtype: str) -> DraftHead:
     with open_tensors(directory, whole, drafts=True) as files:
         found = find_format(files, whole)
         if found is None:
-            raise CheckpointError(f"{directory}: no file holds an MTP layer.")
+            raise CheckpointError("no file of the model holds an MTP layer.")
         spec = mtp_spec(files, whole, found)
         stored = stored_layers(spec, files, found)
         operators = choose_operators(spec, target.dtype, target.device, "full")

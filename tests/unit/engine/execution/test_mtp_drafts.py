@@ -94,10 +94,9 @@ def test_mtp_layer_of_a_gguf_file_drafts_unless_a_tensor_is_missing(
 def test_models_without_an_mtp_layer_are_refused(tmp_path: Path) -> None:
     settings = replace(SETTINGS, speculate="mtp")
     with pytest.raises(
-        StartupError, match=r"--speculate mtp: .*no file holds an MTP layer"
-    ) as error:
+        StartupError, match=r"^--speculate mtp: no file of the model holds an MTP layer\.[^\n]*$"
+    ):
         Engine(make_checkpoint(tmp_path / "llama"), settings)
-    assert "\n" not in str(error.value)
     make_family(tmp_path / "gpt2", CONFIGS["gpt2"])
     with pytest.raises(StartupError, match="--speculate mtp: a head reads hidden states"):
         Engine(tmp_path / "gpt2", settings)

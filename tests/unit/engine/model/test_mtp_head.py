@@ -286,7 +286,7 @@ def test_model_whose_last_states_are_copied_returns_the_same_rows(
 
 def test_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="no file holds an MTP layer"):
+    with pytest.raises(CheckpointError, match="no file of the model holds an MTP layer"):
         load_mtp(model, load_tapped(model), "model")
 
 
