@@ -44,6 +44,7 @@ WHOLE = {
     "gemma4 unified": Whole("gemma4 unified", "<|image|>", {}),
     "idefics3": Whole("idefics3", "<image>", _IDEFICS),
     "smolvlm": Whole("smolvlm", "<image>", _IDEFICS),
+    "exaone4.5": Whole("exaone4.5", "<|image_pad|>", {}),
     "glm4v": Whole("glm4v", "<|image|>", {}),
     "glm4v moe": Whole("glm4v moe", "<|image|>", {}),
     "glm4.6v flash": Whole("glm4.6v flash", "<|image|>", {}),

@@ -194,7 +194,7 @@ async def test_ollamas_client_sends_images_to_chats_and_prompts(http: httpx.Asyn
     assert (raw.prompt_eval_count or 0) > IMAGE_TOKENS
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4, images see ahead", "glm4v"])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4, images see ahead", "glm4v", "exaone4.5"])
 async def test_chat_about_an_image_scores_as_transformers_does(name: str, tmp_path: Path) -> None:
     """From the pixels to the answer, nothing of the images differs from transformers'."""
     model = write_whole(tmp_path / "tiny-gemma", name)

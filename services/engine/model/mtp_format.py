@@ -15,6 +15,11 @@ from services.engine.model.parts.stored_feed_forward import StoredExperts
 __all__ = ["MtpFormat", "StoredMtpLayer", "find_format", "mtp_spec", "stored_layers"]
 
 
+_LIKE_FIRST = {"Exaone4_5_ForConditionalGeneration"}
+"""Families whose MTP layer has the attention of the model's first layer. Source: SGLang's code,
+which LG AI Research wrote"""
+
+
 @dataclass(frozen=True, slots=True)
 class MtpFormat:
     """Names of MTP layers' tensors, without .weight, and the layers' inputs."""
@@ -190,7 +195,9 @@ def _stored(spec: ModelSpec, files: TensorFiles, found: MtpFormat, depth: int) -
 
 
 def _whole_layer(whole: ModelSpec) -> LayerSpec:
-    """Return the model's last layer of full attention."""
+    """Return the model's last layer of full attention, or the first layer if MTP is like it."""
+    if whole.architecture in _LIKE_FIRST:
+        return whole.layers[0]
     layer = next((each for each in reversed(whole.layers) if _sees_all(each)), None)
     if layer is None:
         raise CheckpointError("no layer of the model sees all tokens, as an MTP layer does.")

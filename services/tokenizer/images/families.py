@@ -11,7 +11,7 @@ from services.tokenizer.images.image_tokens import ImageTokens
 from services.tokenizer.images.llava import read_llava
 from services.tokenizer.images.pixtral import read_pixtral
 from services.tokenizer.images.processor_settings import ProcessorSettings
-from services.tokenizer.images.qwen_vl import read_glm4v, read_qwen_vl
+from services.tokenizer.images.qwen_vl import read_exaone, read_glm4v, read_qwen_vl
 from services.tokenizer.text.section import SettingsError
 from services.tokenizer.text.vocabulary import Vocabulary
 
@@ -27,6 +27,7 @@ def _read_llava_or_pixtral(settings: ProcessorSettings, tokens: ImageTokens) -> 
 
 
 _READERS: Mapping[str, _Reader] = {
+    "Exaone4_5_ForConditionalGeneration": read_exaone,
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Gemma3nForConditionalGeneration": read_gemma3n,
     "Gemma4ForConditionalGeneration": read_gemma4,
@@ -53,7 +54,7 @@ _TOKENS = frozenset({
     "<image>", "<image_soft_token>", "<start_of_image>", "<end_of_image>",
     "<fake_token_around_image>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "[IMG]",
     "[IMG_BREAK]", "[IMG_END]", "<|image|>", "<|image>", "<image|>",
-    "<|begin_of_image|>", "<|end_of_image|>",
+    "<|begin_of_image|>", "<|end_of_image|>", "<vision>", "</vision>",
 })  # fmt: skip
 
 

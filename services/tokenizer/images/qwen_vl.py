@@ -1,4 +1,4 @@
-"""Qwen 2-VL, 2.5-VL and 3-VL, GLM-4V: one run for each image, in proportion to its resized area.
+"""Qwen 2-VL to 3-VL, EXAONE 4.5, GLM-4V: one run for each image, by its resized area.
 
 Source: transformers' `Qwen2VLProcessor`, `Qwen3VLProcessor`, `Glm4vProcessor` and `smart_resize` of
 both.
@@ -12,7 +12,7 @@ from services.tokenizer.images.image_family import Expansion, ImageFamily, Image
 from services.tokenizer.images.image_tokens import ImageTokens
 from services.tokenizer.images.processor_settings import ProcessorSettings
 
-__all__ = ["read_glm4v", "read_qwen_vl"]
+__all__ = ["read_exaone", "read_glm4v", "read_qwen_vl"]
 
 _LEAST_PIXELS = 56 * 56
 _MOST_PIXELS = 28 * 28 * 1280
@@ -74,6 +74,14 @@ def read_qwen_vl(settings: ProcessorSettings, tokens: ImageTokens) -> ImageFamil
     pad = tokens.text("<|image_pad|>", "image_token_id")
     begin = tokens.text("<|vision_start|>", "vision_start_token_id")
     end = tokens.text("<|vision_end|>", "vision_end_token_id")
+    return _family(tokens, (begin, pad, end), _read_grid(settings))
+
+
+def read_exaone(settings: ProcessorSettings, tokens: ImageTokens) -> ImageFamily:
+    """Return the family of an EXAONE 4.5 checkpoint. Raises SettingsError."""
+    pad = tokens.text("<|image_pad|>", "image_token_id")
+    begin = tokens.text("<vision>", "vision_start_token_id")
+    end = tokens.text("</vision>", "vision_end_token_id")
     return _family(tokens, (begin, pad, end), _read_grid(settings))
 
 

@@ -75,6 +75,7 @@ _ARCHITECTURES = {"mimo": ("MiMoForCausalLM", "qwen2, tied")}
 """Architectures that transformers lacks, and the models with the same layers"""
 FORMATS["deepseek v3.2"] = FORMATS["glm4 moe"] = FORMATS["deepseek v3"]
 FORMATS["qwen3.5"] = FORMATS["qwen3.5 moe"] = FORMATS["k-exaone"] = FORMATS["qwen3 next"]
+FORMATS["exaone4.5"] = FORMATS["qwen3 next"]
 FORMATS["glm ocr"] = FORMATS["glm4v moe"] = _names(
     "model.language_model.layers.{n}.", "eh_proj", "enorm", "hnorm", "shared_head.norm"
 )
@@ -93,7 +94,7 @@ def make_mtp(
     has_images = "text_config" in config
     text = config["text_config"] if has_images else config
     number = text["num_hidden_layers"]
-    is_windowed = family == "mimo v2 flash"
+    is_windowed = family in ("mimo v2 flash", "exaone4.5")
     is_dense = is_windowed or family == "k-exaone"
     more: dict[str, Any] = {"num_hidden_layers": number + layers}
     if text.get("layer_types"):
@@ -127,7 +128,7 @@ def _add_layer(
 ) -> MtpWeights:
     """Give the tensors of a layer behind the model's `number` the names of an MTP layer."""
     names = _names_of(family, number, depth)
-    before = _name_in_model(names, number + depth)
+    before = _name_in_model(family, number + depth)
     for name in [name for name in tensors if name.startswith(before)]:
         own = name.removeprefix(before)
         if family == "mimo v2 flash":
@@ -150,10 +151,10 @@ def _names_of(family: str, number: int, depth: int) -> MtpNames:
     return MtpNames(*(name.format(n=number + depth, k=depth) for name in FORMATS[family]))
 
 
-def _name_in_model(names: MtpNames, number: int) -> str:
+def _name_in_model(family: str, number: int) -> str:
     """Return the beginning of the names of a layer's tensors in the model of transformers."""
-    has_images = names.layer.startswith("model.language_model.")
-    return names.layer if has_images else f"model.layers.{number}."
+    has_images = hasattr(CONFIGS[_ARCHITECTURES.get(family, ("", family))[1]], "vision_config")
+    return f"model.language_model.layers.{number}." if has_images else f"model.layers.{number}."
 
 
 def quantize_mtp(
@@ -168,7 +169,7 @@ def quantize_mtp(
             parts.layers[0].projection.copy_(weight)
         elif name.startswith(names.layer):
             own = name.removeprefix(names.layer)
-            set_parameter(parameters, _name_in_model(names, number) + own, weight)
+            set_parameter(parameters, _name_in_model(family, number) + own, weight)
         else:
             set_parameter(parameters, name, weight)
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import (
     AutoModel,
     CLIPVisionConfig,
+    Exaone4_5_Config,
+    Exaone4Config,
     Gemma3Config,
     Gemma3nAudioConfig,
     Gemma3nConfig,
@@ -339,6 +341,21 @@ VISION_MODELS: dict[str, VisionModel] = {
                 "out_hidden_size": 64,
                 "num_position_embeddings": 64,
                 "deepstack_visual_indexes": [0, 2],
+            },
+            image_token_id=IMAGE_TOKEN,
+        ),
+        _qwen_processor(),
+    ),
+    "exaone4.5": VisionModel(
+        Exaone4_5_Config(
+            text_config=Exaone4Config(**SHAPE, sliding_window=9, sliding_window_pattern=2),
+            vision_config={
+                **_QWEN_TOWER,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "window_size": 56,
+                "fullatt_block_indexes": [1],
+                "num_key_value_heads": 1,
             },
             image_token_id=IMAGE_TOKEN,
         ),

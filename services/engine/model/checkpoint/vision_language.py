@@ -235,6 +235,16 @@ _QWEN3_5 = replace(
     axes=MultimodalAxes.INTERLEAVED_IN_A_QUARTER,
 )
 
+_EXAONE4 = FAMILIES["Exaone4ForCausalLM"]
+_EXAONE4_5 = replace(
+    _QWEN2_VL,
+    architecture="Exaone4_5_ForConditionalGeneration",
+    decoder=replace(
+        _EXAONE4, names=replace(_EXAONE4.names, ignored=(*_EXAONE4.names.ignored, "mtp.*"))
+    ),
+    roots={"model.language_model.": "lm_head"},
+    axes=MultimodalAxes.NONE,
+)
 _GLM4 = FAMILIES["Glm4ForCausalLM"]
 _GLM4_MOE = FAMILIES["Glm4MoeForCausalLM"]
 _GLM4V = replace(
@@ -393,6 +403,7 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
             decoder=_QWEN3_VL_MOE,
             axes=MultimodalAxes.INTERLEAVED,
         ),
+        _EXAONE4_5,
         _GLM4V,
         replace(_GLM4V, architecture="Glm46VForConditionalGeneration"),
         _GLM4V_MOE,

@@ -1,6 +1,8 @@
 """Small configs of decoders that read images."""
 
 from transformers import (
+    Exaone4_5_Config,
+    Exaone4Config,
     Gemma3Config,
     Gemma3TextConfig,
     Glm4vConfig,
@@ -61,6 +63,10 @@ IMAGES: dict[str, PreTrainedConfig] = {
         eoi_token_index=92,
         eos_token_id=[1, 7],
         architectures=["Gemma3ForConditionalGeneration"],
+    ),
+    "exaone4.5": Exaone4_5_Config(
+        text_config=Exaone4Config(**SHAPE, sliding_window=9, sliding_window_pattern=2),
+        vision_config=QWEN_VISION | {"num_key_value_heads": 1},
     ),
     "glm4v": Glm4vConfig(
         text_config=Glm4vTextConfig(**SHAPE, rope_parameters=_HALF_MROPE),

@@ -27,6 +27,7 @@ _GEMMA4_TOKENS = ("<s>", "</s>", "<|image>", "<image|>", "<|image|>")
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 _IDEFICS_TOKENS = (*_LLAVA_TOKENS, "<fake_token_around_image>", "<global-img>", *_TILES)
 _QWEN_TOKENS = ("<s>", "</s>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+_EXAONE_TOKENS = ("<s>", "</s>", "<vision>", "</vision>", "<|image_pad|>")
 _GLM_TOKENS = ("<s>", "</s>", "<|begin_of_image|>", "<|end_of_image|>", "<|image|>")
 _PIXTRAL_TOKENS = ("<s>", "</s>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]")
 
@@ -182,6 +183,13 @@ KINDS: dict[str, Kind] = {
         merge_size=4,
     ),
     "qwen3_vl": _qwen("Qwen3VLForConditionalGeneration", patch_size=16),
+    "exaone4.5": Kind(
+        "Exaone4_5_ForConditionalGeneration",
+        _EXAONE_TOKENS,
+        {"size": {"shortest_edge": 64, "longest_edge": 1024}, "patch_size": 4},
+        "<vision><|image_pad|></vision>",
+        "<|image_pad|>",
+    ),
     "glm4v": _glm("Glm4vForConditionalGeneration", patch_size=14),
     "glm4v moe": _glm("Glm4vMoeForConditionalGeneration", size=_GLM_SIZE),
     "glm4.6v flash": _glm("Glm46VForConditionalGeneration", size=_GLM_SIZE, patch_size=4),

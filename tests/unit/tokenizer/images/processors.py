@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.exaone4_5.processing_exaone4_5 import Exaone4_5_Processor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma3n.processing_gemma3n import Gemma3nProcessor
@@ -154,6 +155,7 @@ def _replaced(processor: Any, inputs: Any, tokenizer: Any, text: str, images: _I
 _PROCESSORS: Mapping[str, Callable[[Kind, Any, str, _Images], Any]] = {
     "LlavaForConditionalGeneration": _llava,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Exaone4_5_ForConditionalGeneration": _qwen(Exaone4_5_Processor),
     "Gemma3nForConditionalGeneration": _gemma3n,
     "Gemma4ForConditionalGeneration": _gemma4,
     "Gemma4UnifiedForConditionalGeneration": _gemma4,
