@@ -178,6 +178,12 @@ PARTS: Sequence[Part] = (
         {"shape": "deepseek v2"},
     ),
     Part(
+        "draft passes",
+        f"{_HERE}.draft_passes:check_draft_passes",
+        40,
+        "Do graphs keep the draft tokens of models and MTP layers, and what do they save?",
+    ),
+    Part(
         "drafts",
         f"{_HERE}.drafts:measure_drafts",
         35,

@@ -4,13 +4,14 @@ Each size needs its own CUDA graphs, and a decode step its own compiled attentio
 are few sizes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 __all__ = [
     "MIXED_TOKENS",
     "MixedSize",
     "decode_sizes",
+    "least_size",
     "mixed_sizes",
     "outweighs_graph",
     "row_bucket",
@@ -114,6 +115,17 @@ def mixed_sizes(most_tokens: int, most_rows: int, most_blocks: int) -> list[Mixe
         for sequences in sorted({min(each, tokens, most_rows) for each in (*_MIXED_ROWS, tokens)})
     ]
     return sorted(sizes[:_MOST_MIXED], reverse=True)
+
+
+def least_size(
+    sizes: Sequence[MixedSize], tokens: int, sequences: int, chunks: int, blocks: int
+) -> MixedSize | None:
+    """Return the least size that holds a step; None if none does.
+
+    sizes: largest first. The others are parameters of `MixedSize.holds`.
+    """
+    fitting = (each for each in reversed(sizes) if each.holds(tokens, sequences, chunks, blocks))
+    return next(fitting, None)
 
 
 def outweighs_graph(tokens: int, context: int) -> bool:

@@ -207,6 +207,26 @@ class StepBatch:
         )
         return replace(self, visible_ends=ends if groups[0] else None, further_groups=further)
 
+    def first_decodes(self, contexts: Sequence[int]) -> "StepBatch":
+        """Return the first sequences of this batch, which decodes, with other host lengths.
+
+        contexts: `context_lengths_host` of these sequences.
+        """
+        count = len(contexts)
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            positions=self.positions[:count],
+            slots=self.slots[:count],
+            query_starts=self.query_starts[: count + 1],
+            context_lengths=self.context_lengths[:count],
+            block_tables=self.block_tables[:count],
+            num_decodes=count,
+            query_lengths_host=(1,) * count,
+            context_lengths_host=tuple(contexts),
+            further_groups=tuple(each.first_decodes(contexts) for each in self.further_groups),
+        )
+
     def copy(self) -> "StepBatch":
         """Return another batch of the same tensors."""
         return replace(self, further_groups=tuple(map(replace, self.further_groups)))

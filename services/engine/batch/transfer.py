@@ -1,11 +1,12 @@
 """Asynchronous copies between host and device. On the CPU nothing is copied."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "Mark", "copy_rows", "rows_of", "staging_buffer", "to_device"]
+__all__ = ["HostCopy", "Laps", "Mark", "copy_rows", "rows_of", "staging_buffer", "to_device"]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -56,6 +57,35 @@ class Mark:
         """Wait until everything launched before has run."""
         if self._event is not None:
             self._event.synchronize()
+
+
+class Laps:
+    """Times of parts of what is launched. A GPU measures them, so that the host need not wait."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
+        """clock: returns seconds; it is read on the CPU alone."""
+        self._clock = clock
+        self._is_cuda = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._readings: list[float] = []
+        self.end()
+
+    def end(self) -> None:
+        """End a part of the launches; the next one begins."""
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)
+        else:
+            self._readings.append(self._clock())
+
+    def seconds(self) -> list[float]:
+        """Wait until all parts have run. Return the seconds of each."""
+        if not self._is_cuda:
+            return [end - begin for begin, end in itertools.pairwise(self._readings)]
+        self._events[-1].synchronize()
+        pairs = itertools.pairwise(self._events)
+        return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
 
 
 class HostCopy:

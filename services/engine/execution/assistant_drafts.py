@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from services.engine.batch.buckets import decode_sizes, row_bucket
+from services.engine.batch.buckets import MixedSize
 from services.engine.batch.staging import Staging
 from services.engine.batch.step_batch import StepBatch
+from services.engine.execution.draft_model import Ids, Place
 from services.engine.execution.head_drafts import HeadDrafts
-from services.engine.execution.model_runner import StepCapacity
 from services.engine.model.assistant_head import AssistantHead
 from services.engine.model.attention import KVCache
 from services.engine.scheduling.draft_plan import DraftPart
@@ -36,25 +35,13 @@ class AssistantDrafts(HeadDrafts):
         vocabulary_size: int,
         pass_tokens: int,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        capacity: StepCapacity | None = None,
-        num_blocks: int = 0,
     ) -> None:
-        """cache: that of the engine's model. capacity: parameter of `HeadDrafts`. num_blocks: most
-        blocks of the tables of a pass together; they bound the sizes of graphs.
-        """
+        """cache: that of the engine's model."""
         own = head.pages_of(cache)
         kind, clocks = DraftKind.MODEL, (clock, time.monotonic)
-        super().__init__(
-            head, own, vocabulary_size, pass_tokens, kind, (), LEAST_KEPT, *clocks, capacity
-        )
+        super().__init__(head, own, vocabulary_size, pass_tokens, kind, (), LEAST_KEPT, *clocks)
         self.limits = replace(self.limits, shares_pages=True)
         self._staging = Staging(head.device, len(cache.groups))
-        if capacity is not None:
-            sequences, blocks = capacity.sequences, capacity.blocks
-            rows = row_bucket(sequences)
-            self._staging.reserve(rows, rows, blocks)
-            self.graph_sizes = decode_sizes(sequences, blocks, num_blocks)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -64,29 +51,33 @@ class AssistantDrafts(HeadDrafts):
             1, self._head.states_width, dtype=self._head.dtype, device=self._head.device
         )
         hidden = self._head.run(batch, self._cache, states, is_own=False)
-        self._most_likely(hidden, [0])
+        self._draw(hidden)
         self._head.following_states(hidden)
-        self.capture(self.graph_sizes)
+        for capture in self.captures:
+            capture()
 
-    def _forward(
+    def _lay_out(
         self,
-        ids: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]],
-        starts: Sequence[int],
+        ids: Sequence[Ids],
         parts: Sequence[DraftPart],
-    ) -> Tensor:
+        number: int,
+        padding: int = 0,
+        size: MixedSize | None = None,
+    ) -> StepBatch:
         tables = [table.blocks for part in parts for table in part.sequence.tables]
-        contexts, graphs = [part.end - 1 for part in parts], self._present_graphs
-        if graphs is None:
-            return self._compute(self._batch(ids, contexts, tables))
-        padding = row_bucket(len(ids)) - len(ids)
-        return self._run_padded(graphs.run, self._batch(ids, contexts, tables, padding=padding))
+        contexts = [self._place(part, number).context for part in parts]
+        return self._batch(ids, contexts, tables, padding=padding)
+
+    def _place(self, part: DraftPart, number: int) -> Place:
+        """Return the place of the newest token, which all its draft tokens have."""
+        return Place(part.end - 1, 0, part.end - 1)
 
     def _build_padding(self, rows: int, least_blocks: int) -> StepBatch:
         return self._batch([], [], [], padding=rows, least_blocks=least_blocks)
 
     def _batch(
         self,
-        ids: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]],
+        ids: Sequence[Ids],
         contexts: Sequence[int],
         tables: Sequence[list[int]],
         *,

@@ -3,14 +3,13 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from services.engine.batch.buckets import MixedSize
+from services.engine.batch.filling import fill_lengths, fill_output_rows, fill_slots
 from services.engine.batch.shared_prefixes import LEAST_ROWS, Prefix, find_prefixes
 from services.engine.batch.staging import DeviceFields, HostFields, Staging
 from services.engine.batch.step_batch import (
@@ -117,18 +116,16 @@ class BatchBuilder:
             tokens, least_blocks = size.tokens, size.width
         staging = self._staging_of(tokens, tables, least_blocks, len(runs))
         fields = staging.lay_out(tokens, tables, least_blocks, len(runs))
-        _fill_starts(fields.query_starts, counts)
-        fields.context_lengths[: len(ends)] = ends
-        fields.context_lengths[len(ends) :] = 0
+        fill_lengths(fields, counts, ends)
         _fill_token_ids(fields, plan)
-        self._fill_slots(fields, counts)
+        fill_slots(fields, counts, self._cache.block_size, self._spare)
         if runs:
             _fill_runs(fields, runs)
         shares |= self._fill_prefixes(fields, len(decodes), shares)
         if drawn is not None:
             _fill_sources(fields, decodes, drawn)
         if is_partial := size is not None or outputs != counts:
-            _fill_output_rows(fields, outputs)
+            fill_output_rows(fields, outputs)
         if size is not None:
             fields.counts[:] = len(decodes), len(counts)
         if stages_adapters:
@@ -239,28 +236,6 @@ class BatchBuilder:
             fields.shared_tokens[prefix.rows] = prefix.blocks * self._cache.block_size
         return bool(found)
 
-    def _fill_slots(self, fields: HostFields, counts: list[int]) -> None:
-        """Fill in positions and slots, for padding those of the spare blocks.
-
-        counts: tokens of each sequence.
-        """
-        total, count = sum(counts), len(counts)
-        positions, contexts = fields.positions[:total], fields.context_lengths[:count]
-        owners = np.arange(count)
-        if total > count:
-            owners = np.repeat(owners, counts)
-            shifts = (contexts - fields.query_starts[1 : count + 1])[owners]
-            np.add(np.arange(total), shifts, out=positions)
-        else:
-            np.subtract(contexts, 1, out=positions)
-        size = self._cache.block_size
-        blocks, offsets = np.divmod(positions, size)
-        slots = fields.block_tables[owners, :, blocks].astype(np.int64) * size
-        np.add(slots, offsets[:, None], out=fields.slots[:, :total].T)
-        if total < len(fields.positions):
-            fields.positions[total:] = 0
-            fields.slots[:, total:] = np.array(self._spare) * size
-
 
 def adapters_of(plan: StepPlan) -> tuple[int, ...]:
     """Return the number of each sequence's adapter; empty if none has one."""
@@ -287,13 +262,6 @@ def _attended(plan: StepPlan, ends: list[int]) -> tuple[int, ...]:
 
 def _prefixes(staged: DeviceFields, decodes: int | None) -> SharedPrefixes:
     return SharedPrefixes(staged.shared_tokens[:decodes], staged.prefix_rows, staged.prefix_starts)
-
-
-def _fill_starts(starts: npt.NDArray[np.signedinteger[Any]], counts: list[int]) -> None:
-    """Fill in where each sequence's rows begin; behind the last sequence there are no rows."""
-    starts[0] = 0
-    np.cumsum(np.array(counts, dtype=np.int64), out=starts[1 : len(counts) + 1])
-    starts[len(counts) + 1 :] = starts[len(counts)]
 
 
 def _fill_token_ids(fields: HostFields, plan: StepPlan) -> None:
@@ -331,18 +299,3 @@ def _fill_runs(fields: HostFields, runs: Sequence[StateRun]) -> None:
 def _segments(staged: DeviceFields, runs: Sequence[StateRun]) -> StateSegments:
     lengths = tuple(run.length for run in runs)
     return StateSegments(staged.run_starts, staged.run_sources, staged.run_targets, lengths)
-
-
-def _fill_output_rows(fields: HostFields, outputs: list[int]) -> None:
-    """Fill in the last rows of each sequence; those of padding are the first.
-
-    outputs: rows of each sequence.
-    """
-    starts, total = fields.output_starts, sum(outputs)
-    _fill_starts(starts, outputs)
-    # a row's distance from the last row of its sequence is the same in both numberings
-    ends = slice(1, len(outputs) + 1)
-    repeats = np.array(outputs, dtype=np.int64)
-    shifts = np.repeat(fields.query_starts[ends] - starts[ends], repeats)
-    np.add(np.arange(total), shifts, out=fields.output_rows[:total])
-    fields.output_rows[total:] = 0

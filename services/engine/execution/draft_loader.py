@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from services.common.model_files.checkpoint import opened_checkpoint
@@ -76,15 +75,16 @@ class LoadedDraft:
 
     def allocate(self, num_blocks: int, target: KVCache) -> DraftModel:
         """Allocate the pages for so many blocks of the engine's model, whose cache is `target`."""
+        model = self._allocate(num_blocks, target)
+        if self.capacity is not None:
+            model.reserve(self.capacity, num_blocks)
+        return model
+
+    def _allocate(self, num_blocks: int, target: KVCache) -> DraftModel:
+        """Do `allocate` without the memory of graphs."""
+        sizes = self.vocabulary_size, self.pass_tokens
         if isinstance(self.decoder, AssistantHead):
-            return AssistantDrafts(
-                self.decoder,
-                target,
-                self.vocabulary_size,
-                self.pass_tokens,
-                capacity=self.capacity,
-                num_blocks=num_blocks,
-            )
+            return AssistantDrafts(self.decoder, target, *sizes)
         groups = len(layer_groups(self.decoder.spec))
         blocks = num_blocks + (self.capacity is not None)  # padding has a block of its own
         cache = self.decoder.allocate_cache([blocks] * groups, self.block_size)
@@ -92,23 +92,8 @@ class LoadedDraft:
             populate_behind(list(cache.pages))
         if isinstance(self.decoder, DraftHead):
             drafts = LayeredDrafts if isinstance(self.decoder, LayeredHead) else HeadDrafts
-            return drafts(
-                self.decoder,
-                cache,
-                self.vocabulary_size,
-                self.pass_tokens,
-                self.kind,
-                self.targets,
-                _KEPT_ROWS,
-                capacity=self.capacity,
-            )
-        return DraftModel(
-            self.decoder,
-            cache,
-            self.vocabulary_size,
-            self.pass_tokens,
-            capacity=self.capacity,
-        )
+            return drafts(self.decoder, cache, *sizes, self.kind, self.targets, _KEPT_ROWS)
+        return DraftModel(self.decoder, cache, *sizes)
 
 
 def tap_for_head(path: Path, target: Model) -> None:
@@ -252,8 +237,7 @@ def _graph_bytes(draft: LoadedDraft, capacity: StepCapacity, target: Model) -> i
     blocks = capacity.blocks + row_bucket(capacity.sequences)  # so that no size is left out
     with usable_kernels():
         model = draft.allocate(blocks, target.allocate_cache(1))
-        captures = [partial(model.capture, [each]) for each in model.graph_sizes]
-        return measure_captures(captures)
+        return measure_captures(model.captures)
 
 
 def _require_target(option: str, target: Model) -> None:

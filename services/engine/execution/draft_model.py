@@ -6,17 +6,20 @@ would have been drawn anyway.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.batch.buckets import decode_sizes, row_bucket
+from services.engine.batch.buckets import MixedSize, decode_sizes, row_bucket
+from services.engine.batch.filling import fill_lengths, fill_output_rows, fill_slots
 from services.engine.batch.staging import Staging
-from services.engine.batch.step_batch import OutputRows, StepBatch
-from services.engine.batch.transfer import Mark, to_device
+from services.engine.batch.step_batch import OutputRows, PaddedStep, StepBatch
+from services.engine.batch.transfer import Laps, to_device
 from services.engine.execution.first_steps import run_first_steps
 from services.engine.execution.model_runner import StepCapacity
 from services.engine.execution.step_graphs import StepGraphs
@@ -24,9 +27,18 @@ from services.engine.model.attention import KVCache
 from services.engine.model.model import Model
 from services.engine.scheduling.draft_plan import DraftLimits, DraftPart, DraftResult, PassTime
 
-__all__ = ["DraftModel"]
+__all__ = ["DraftModel", "Ids", "Place", "count_longer"]
 
-T = TypeVar("T")
+Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+class Place(NamedTuple):
+    """Place of one row of a pass."""
+
+    position: int
+    slot: int
+    context: int
+    """Number of tokens that it sees"""
 
 
 class DraftModel:
@@ -34,6 +46,9 @@ class DraftModel:
 
     The pages have a block for each block of the first cache group of the engine's model, with the
     same number, so that the block tables of sequences serve both.
+
+    A pass writes the tokens that it has drawn where the next one reads them. So the host launches
+    all passes of a draft without waiting, and reads the draft tokens once.
     """
 
     _rows_before = 0
@@ -47,14 +62,10 @@ class DraftModel:
         pass_tokens: int,
         clock: Callable[[], float] = time.monotonic,
         host_clock: Callable[[], float] = time.monotonic,
-        capacity: StepCapacity | None = None,
     ) -> None:
         """vocabulary_size: number of ids of the engine's model. pass_tokens: most tokens of a pass.
 
         clock, host_clock: return seconds; they time passes and what the host does around them.
-        capacity: size of the largest pass if passes over one token of each sequence are padded, and
-        run as CUDA graphs on a GPU; None = they are not. Padding writes to the last block of the
-        cache.
 
         The ids of both models mean the same, as far as both have them.
         """
@@ -69,34 +80,39 @@ class DraftModel:
         self._graphs: StepGraphs | None = None
         self._spare = [cache.num_blocks - 1]
         """Block that padded rows write to"""
-        self.graph_sizes: Sequence[tuple[int, int]] = ()
-        """Rows and table widths of padded passes, largest first"""
+        self.captures: Sequence[Callable[[], None]] = ()
+        """Captures of the graphs of each size, the largest first"""
         self.limits = DraftLimits(decoder.spec.context_length, pass_tokens)
-        if capacity is not None:
-            rows = row_bucket(capacity.sequences)
-            tokens = max(capacity.tokens, rows)
-            self._staging.reserve(tokens, rows, capacity.blocks)
-            decoder.reserve(tokens, rows)
-            self._graphs = StepGraphs(decoder, cache)
-            sequences, blocks = capacity.sequences, capacity.blocks
-            self.graph_sizes = decode_sizes(sequences, blocks, cache.num_blocks)
+
+    def reserve(self, capacity: StepCapacity, num_blocks: int) -> None:
+        """Pad passes over one token of each sequence, and run them as CUDA graphs on a GPU.
+
+        capacity: size of the largest pass. num_blocks: most blocks of the tables of a pass, which
+        bound the sizes of graphs. Padding writes to the last block of the cache.
+        """
+        rows = row_bucket(capacity.sequences)
+        tokens = max(capacity.tokens, rows)
+        self._staging.reserve(tokens, rows, capacity.blocks)
+        self._decoder.reserve(tokens, rows)
+        self._graphs = self._make_graphs(is_first=False)
+        sizes = decode_sizes(capacity.sequences, capacity.blocks, num_blocks)
+        self.captures = [partial(self._capture, *size) for size in sizes]
 
     def warm_up(self) -> None:
         """Run the first passes, which take longer than later ones, and capture all graphs."""
         run_first_steps(self._decoder, self._cache)
-        self.capture(self.graph_sizes)
+        for capture in self.captures:
+            capture()
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Capture the graphs of padded passes, of some of `graph_sizes`."""
-        assert self._graphs is not None or not sizes
-        for rows, width in sizes:
-            self._capture(self._build_padding(rows, width))
-
-    def _capture(self, batch: StepBatch) -> None:
-        """Capture all graphs of a padded batch's size."""
+    def _capture(self, rows: int, width: int) -> None:
+        """Capture the graphs of passes of a size. width: columns of the block tables."""
         assert self._graphs is not None
-        self._graphs.capture(batch)
+        self._graphs.capture(self._build_padding(rows, width))
+
+    def _make_graphs(self, *, is_first: bool) -> StepGraphs:
+        """Return graphs of `_pass`."""
+        return StepGraphs(self._decoder, self._cache, partial(self._pass, is_first=is_first))
 
     def _build_padding(self, rows: int, least_blocks: int) -> StepBatch:
         """Return a batch of padded rows alone. least_blocks: parameter of `Staging.lay_out`."""
@@ -108,135 +124,186 @@ class DraftModel:
 
         A part gets fewer tokens than planned if the next one is no id of the engine's model.
         """
-        order = sorted(range(len(parts)), key=lambda i: parts[i].count > 1)
+        if not parts:
+            return DraftResult([], [])
+        order = sorted(range(len(parts)), key=lambda i: -parts[i].length)
+        placed = [parts[i] for i in order]
+        laps = Laps(self._decoder.device, self._clock)
+        drawn: list[Tensor] = []
+        for ids in self._passes(placed):
+            drawn.append(ids)
+            laps.end()
+        tokens = iter(torch.cat(drawn).tolist())
         made: list[list[int]] = [[] for _ in parts]
-        passes: list[PassTime] = []
-        growing = order
-        before = self._rows_before
-        starts = [parts[i].start - before for i in order]
-        self._begin([parts[i] for i in order])
-        ids = [parts[i].sequence.tokens[parts[i].start : parts[i].end] for i in order]
-        while growing:
-            began = self._clock()
-            hidden = self._forward(ids, starts, [parts[i] for i in growing])
-            rows = [row for row, i in enumerate(growing) if parts[i].length]
-            drawn = self._most_likely(hidden, rows)
-            passes.append(PassTime(sum(map(len, ids)), self._clock() - began))
-            going: list[int] = []
-            for row, token in zip(rows, drawn, strict=True):
-                i = growing[row]
-                if 0 <= token < self._vocabulary_size:
+        for number, ids in enumerate(drawn):
+            for i, token in zip(order[: len(ids)], tokens, strict=False):
+                if len(made[i]) == number and 0 <= token < self._vocabulary_size:
                     made[i].append(token)
-                    if len(made[i]) < parts[i].length:
-                        going.append(row)
-            if going:
-                self._follow(hidden, going)
-            growing = [growing[row] for row in going]
-            starts = [parts[i].end + len(made[i]) - 1 - before for i in growing]
-            ids = [np.array(made[i][-1:], dtype=np.int32) for i in growing]
-        return DraftResult(made, passes)
+        counts = [sum(part.count for part in parts), *map(len, drawn[1:])]
+        return DraftResult(made, list(map(PassTime, counts, laps.seconds())))
+
+    def _passes(self, parts: Sequence[DraftPart]) -> Iterator[Tensor]:
+        """Launch the passes. Yield what each has drawn for the first parts, as `_draw` does.
+
+        parts: those with the most draft tokens come first.
+        """
+        self._begin(parts)
+        longest = max(parts[0].length, 1)
+        ids = [part.sequence.tokens[part.start : part.end] for part in parts]
+        if all(part.count == 1 for part in parts):
+            batch, first = self._lay_out(ids, parts, 0, self._padding(len(parts))), 0
+        else:
+            hidden = self._compute(self._lay_out(ids, parts, 0), is_first=True)
+            drawn = self._draw(hidden[: count_longer(parts, 0)])
+            yield drawn
+            parts, first = parts[: count_longer(parts, 1)], 1
+            if not parts:
+                return
+            unknown = [np.zeros(1, dtype=np.int32)] * len(parts)
+            batch = self._lay_out(unknown, parts, 1, self._padding(len(parts)))
+            self._hand_on(batch, hidden[: len(parts)], drawn[: len(parts)])
+        places = self._places(parts, range(first, longest), len(batch.token_ids))
+        moves = to_device(torch.tensor(places), self._decoder.device)
+        for number in range(first, longest):
+            going = count_longer(parts, number)
+            if number > first:
+                count = going if self._graphs is None else len(batch.token_ids)
+                now = places[number - first][:count]
+                batch = batch.first_decodes([place.context for place in now])
+                _move(batch, moves[number - first, :count])
+            drawn = self._run(batch, is_first=not number, is_last=number == longest - 1)
+            yield drawn[:going]
 
     def _begin(self, parts: Sequence[DraftPart]) -> None:
         """Prepare the first pass over these parts, in the order of the batch."""
 
-    def _compute(self, batch: StepBatch) -> Tensor:
+    def _run(self, batch: StepBatch, *, is_first: bool, is_last: bool) -> Tensor:
+        """Run `_pass`, as a graph if there are graphs."""
+        graphs = self._graphs_of(is_first=is_first)
+        if graphs is None:
+            return self._pass(batch, is_first=is_first, is_last=is_last)
+        return graphs.run(batch).clone()
+
+    def _graphs_of(self, *, is_first: bool) -> StepGraphs | None:
+        """Return the graphs of first passes or of later ones; None = there are none."""
+        return self._graphs
+
+    def _pass(self, batch: StepBatch, *, is_first: bool, is_last: bool = False) -> Tensor:
+        """Compute one token of each sequence. Return the ids that are drawn, as `_draw` does.
+
+        Hands on to the next pass, unless this one is the last.
+        """
+        hidden = self._compute(batch, is_first=is_first)
+        drawn = self._draw(hidden)
+        if not is_last:
+            self._hand_on(batch, hidden, drawn)
+        return drawn
+
+    def _compute(self, batch: StepBatch, *, is_first: bool) -> Tensor:
         """Compute a batch. Return hidden states as `Model.forward` does."""
         return self._decoder.forward(batch, self._cache)
 
-    @property
-    def _present_graphs(self) -> StepGraphs | None:
-        """Graphs of the present pass if each sequence has one token in it; None = there are none"""
-        return self._graphs
+    def _hand_on(self, batch: StepBatch, hidden: Tensor, drawn: Tensor) -> None:
+        """Leave in the batch what the next pass reads of this one's results."""
+        torch.clamp(drawn, 0, self._most_id, out=batch.token_ids[: len(drawn)])
 
-    def _run_padded(self, run: Callable[[StepBatch], T], batch: StepBatch) -> T:
-        """Capture or run the graph of a padded batch, as `run` does."""
-        return run(batch)
+    def _places(
+        self, parts: Sequence[DraftPart], numbers: Iterable[int], rows: int
+    ) -> list[list[Place]]:
+        """Return the places of all rows in passes over one token of each sequence.
 
-    def _follow(self, hidden: Tensor, rows: Sequence[int]) -> None:
-        """Prepare the next pass, which continues some rows of `_compute`'s result."""
-
-    def _forward(
-        self,
-        ids: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]],
-        starts: Sequence[int],
-        parts: Sequence[DraftPart],
-    ) -> Tensor:
-        """Compute consecutive tokens of some sequences. Return the last one's hidden states.
-
-        ids: int32 [tokens] of each sequence, those with one token first. starts: index of each
-        one's first row. parts: part of each sequence.
+        numbers: those of the passes. rows: number of rows, with padding.
         """
-        graphs = self._present_graphs
-        if graphs is None or any(len(each) > 1 for each in ids):
-            return self._compute(self._lay_out(ids, starts, parts))
-        padding = row_bucket(len(ids)) - len(ids)
-        return self._run_padded(graphs.run, self._lay_out(ids, starts, parts, padding))
+        padding = [Place(0, self._spare[0] * self._cache.block_size, 1)]
+        return [
+            [
+                self._place(part, number) if number < max(part.length, 1) else padding[0]
+                for part in parts
+            ]
+            + padding * (rows - len(parts))
+            for number in numbers
+        ]
+
+    def _place(self, part: DraftPart, number: int) -> Place:
+        """Return the place of a sequence's last token in a pass. number: that of the pass."""
+        position, size = part.end - 1 - self._rows_before + number, self._cache.block_size
+        block = part.sequence.tables[0].blocks[position // size]
+        context = position + 1 - part.first_block * size
+        return Place(position, block * size + position % size, context)
+
+    def _padding(self, count: int) -> int:
+        """Return the number of rows to add to a pass over one token of each sequence."""
+        return 0 if self._graphs is None else row_bucket(count) - count
 
     def _lay_out(
         self,
-        ids: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]],
-        starts: Sequence[int],
+        ids: Sequence[Ids],
         parts: Sequence[DraftPart],
+        number: int,
         padding: int = 0,
+        size: MixedSize | None = None,
     ) -> StepBatch:
-        """Return the batch of `_forward`. padding: parameter of `_build`."""
-        size = self._cache.block_size
-        skipped = [part.first_block * size for part in parts]
+        """Return the batch of a pass over consecutive tokens of some sequences.
+
+        ids: int32 [tokens] of each sequence. number: number of the pass, from 0. padding, size:
+        parameters of `_build`.
+        """
+        skipped = [part.first_block * self._cache.block_size for part in parts]
         tables = [
             part.sequence.tables[0].blocks[part.first_block :]
             if part.first_block
             else part.sequence.tables[0].blocks
             for part in parts
         ]
-        ends = [
-            start + len(each) - skip for start, each, skip in zip(starts, ids, skipped, strict=True)
-        ]
-        return self._build(ids, ends, tables, skipped, padding=padding)
+        ends = [self._place(part, number).context for part in parts]
+        return self._build(ids, ends, tables, skipped, padding=padding, size=size)
 
     def _build(
         self,
-        ids: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]],
+        ids: Sequence[Ids],
         ends: Sequence[int],
         tables: Sequence[list[int]],
         skipped: Sequence[int],
         *,
         padding: int = 0,
         least_blocks: int = 1,
+        size: MixedSize | None = None,
     ) -> StepBatch:
         """Return the batch of a pass.
 
         ends: number of tokens up to each sequence's last one. skipped: number of tokens before
         those. tables: blocks from there on. padding: number of rows to add if each sequence has one
-        token. least_blocks: parameter of `Staging.lay_out`.
+        token. least_blocks: parameter of `Staging.lay_out`. size: size to which a pass over several
+        tokens of each sequence is padded.
         """
-        size = self._cache.block_size
         counts = [len(each) for each in ids] + [1] * padding
         ends, tables = [*ends, *[1] * padding], [*tables, *[self._spare] * padding]
-        fields = self._staging.lay_out(sum(counts), tables, least_blocks)
+        tokens = sum(counts)
+        if size is not None:
+            tables += [self._spare] * (size.sequences - len(counts))
+            tokens, least_blocks = size.tokens, size.width
+        fields = self._staging.lay_out(tokens, tables, least_blocks)
         # Ids that only the engine's model has stand for parts of images, or are never drawn.
-        known = np.concatenate([*ids, np.zeros(padding, dtype=np.int32)])
-        np.minimum(known, self._most_id, out=fields.token_ids)
-        fields.query_starts[0] = 0
-        np.cumsum(counts, out=fields.query_starts[1:])
-        fields.context_lengths[:] = ends
-        owners = np.repeat(np.arange(len(counts)), counts)
-        shifts = (fields.context_lengths - fields.query_starts[1:])[owners]
-        np.add(np.arange(len(owners)), shifts, out=fields.positions)
-        blocks, offsets = np.divmod(fields.positions, size)
-        places = fields.block_tables[owners, 0, blocks].astype(np.int64)
-        np.add(places * size, offsets, out=fields.slots[0])
+        known = sum(map(len, ids))
+        fields.token_ids[known:] = 0
+        if ids:
+            np.minimum(np.concatenate(ids), self._most_id, out=fields.token_ids[:known])
+        fill_lengths(fields, counts, ends)
+        fill_slots(fields, counts, self._cache.block_size, [self._spare])
         if any(skipped):
-            positions = fields.positions
-            np.add(positions, np.repeat([*skipped, *[0] * padding], counts), out=positions)
-        num_decodes = counts.count(1)
-        is_partial = num_decodes < len(counts)
+            fields.positions[:known] += np.repeat(skipped, counts[: len(ids)])
+        num_decodes = (
+            0 if size is not None else len(list(takewhile(lambda count: count == 1, counts)))
+        )
+        is_partial = size is not None or num_decodes < len(counts)
         if is_partial:
-            fields.output_starts[:] = np.arange(len(counts) + 1)
-            fields.output_rows[: len(counts)] = fields.query_starts[1:] - 1
+            fill_output_rows(fields, [1] * len(counts))
+        if size is not None:
+            fields.counts[:] = num_decodes, len(counts)
         staged = self._staging.send()
         outputs = None
         if is_partial:
-            indices = staged.output_rows[: len(counts)]
+            indices = staged.output_rows[: len(counts) if size is None else size.sequences]
             outputs = OutputRows(indices, staged.output_starts, (1,) * len(counts))
         return StepBatch(
             token_ids=staged.token_ids,
@@ -249,17 +316,26 @@ class DraftModel:
             query_lengths_host=tuple(counts),
             context_lengths_host=tuple(ends),
             output_rows=outputs,
+            padded=None if size is None else PaddedStep(staged.counts, size.most_chunks),
         )
 
-    def _most_likely(self, hidden: Tensor, rows: list[int]) -> list[int]:
-        """Return the most likely id behind some rows; -1 for NaN on a CPU."""
-        if not rows:
-            Mark(hidden.device).wait()  # so that the time of the pass is known
-            return []
-        if len(rows) < len(hidden):
-            hidden = hidden[to_device(torch.tensor(rows), hidden.device)]
+    def _draw(self, hidden: Tensor) -> Tensor:
+        """Return the most likely id behind each row, int64 [rows]; -1 for NaN on a CPU."""
+        if not len(hidden):
+            return torch.empty(0, dtype=torch.int64, device=hidden.device)
         if self._decoder.has_argmax:
-            ids: list[int] = self._decoder.argmax(hidden).tolist()
-            return ids
-        found: list[int] = self._decoder.logits(hidden).argmax(-1).tolist()
-        return found
+            return self._decoder.argmax(hidden)
+        return self._decoder.logits(hidden).argmax(-1)
+
+
+def count_longer(parts: Sequence[DraftPart], length: int) -> int:
+    """Return the number of parts with more draft tokens than `length`."""
+    return sum(part.length > length for part in parts)
+
+
+def _move(batch: StepBatch, places: Tensor) -> None:
+    """Move the rows of a batch on the device. places: [rows, 3], the numbers of `Place`."""
+    positions, slots, contexts = places.unbind(1)
+    batch.positions.copy_(positions)
+    batch.slots.copy_(slots)
+    batch.context_lengths.copy_(contexts)

@@ -2,14 +2,12 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from services.engine.batch.buckets import row_bucket
 from services.engine.batch.step_batch import StepBatch
-from services.engine.batch.transfer import to_device
 from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.kept_states import KeptStates
 from services.engine.execution.model_runner import StepCapacity
@@ -22,8 +20,6 @@ from services.engine.scheduling.speculation import DraftKind
 from services.engine.scheduling.step_plan import StepPlan
 
 __all__ = ["HeadDrafts"]
-
-T = TypeVar("T")
 
 
 class HeadDrafts(DraftModel):
@@ -46,32 +42,39 @@ class HeadDrafts(DraftModel):
         most_kept: int = 4096,
         clock: Callable[[], float] = time.monotonic,
         host_clock: Callable[[], float] = time.monotonic,
-        capacity: StepCapacity | None = None,
     ) -> None:
         """targets: id of the engine's model for each id of the head; empty = the same ids.
 
-        most_kept: most rows of hidden states that are kept. capacity: parameter of `DraftModel`.
+        most_kept: most rows of hidden states that are kept.
         """
-        super().__init__(head, cache, vocabulary_size, pass_tokens, clock, host_clock, capacity)
-        rows = 0 if capacity is None else row_bucket(capacity.sequences)
-        self._first_graphs = None if capacity is None else StepGraphs(head, cache)
+        super().__init__(head, cache, vocabulary_size, pass_tokens, clock, host_clock)
+        self._first_graphs: StepGraphs | None = None
         """Graphs of passes that read hidden states of the engine's model"""
-        self._graph_states = {
-            is_own: torch.zeros(rows, width, dtype=head.dtype, device=head.device)
-            for is_own, width in ((False, head.states_width), (True, head.own_width))
-        }
-        """Hidden states that graphs read, by whether the head has made them"""
+        self._states = torch.zeros(0, head.states_width, dtype=head.dtype, device=head.device)
+        """Hidden states of the engine's model that the next pass reads"""
+        self._reserved_states = self._states
+        """Memory of those that graphs read"""
+        self._own_states = torch.zeros(0, head.own_width, dtype=head.dtype, device=head.device)
+        """Hidden states that the head has made, which the next pass reads"""
         self.limits = DraftLimits(
             head.spec.context_length, pass_tokens, kind, layers=head.draft_layers
         )
         self._head = head
         self._most_id = vocabulary_size - 1
-        self._targets = targets
+        self._targets = torch.tensor(targets, dtype=torch.int64, device=head.device)
         self._kept = KeptStates(most_kept)
-        self._states: Tensor | None = None
-        """Hidden states that the next pass reads; None = there was no pass"""
-        self._is_own = False
-        """True if the head has made these states"""
+
+    def reserve(self, capacity: StepCapacity, num_blocks: int) -> None:
+        super().reserve(capacity, num_blocks)
+        self._first_graphs = self._make_graphs(is_first=True)
+        rows = row_bucket(capacity.sequences)
+        self._reserve_states(rows)
+        self._own_states = self._own_states.new_zeros(rows, self._head.own_width)
+
+    def _reserve_states(self, rows: int) -> None:
+        """Allocate the hidden states of the engine's model that graphs read."""
+        self._reserved_states = self._states.new_zeros(rows, self._head.states_width)
+        self._states = self._reserved_states
 
     def keep(
         self,
@@ -85,35 +88,33 @@ class HeadDrafts(DraftModel):
     def _begin(self, parts: Sequence[DraftPart]) -> None:
         rows = [self._kept.rows(each.sequence, each.start - 1, each.end - 1) for each in parts]
         self._states = rows[0] if len(rows) == 1 else torch.cat(rows)
-        self._is_own = False
+        if len(self._states) <= len(self._reserved_states):
+            self._reserved_states[: len(self._states)] = self._states
+            self._states = self._reserved_states
 
-    def _compute(self, batch: StepBatch) -> Tensor:
-        assert self._states is not None
-        return self._head.run(batch, self._cache, self._states, is_own=self._is_own)
+    def _compute(self, batch: StepBatch, *, is_first: bool) -> Tensor:
+        states = (self._states if is_first else self._own_states)[: len(batch.token_ids)]
+        return self._head.run(batch, self._cache, states, is_own=not is_first)
 
-    @property
-    def _present_graphs(self) -> StepGraphs | None:
-        return self._graphs if self._is_own else self._first_graphs
+    @torch.inference_mode()
+    def _capture(self, rows: int, width: int) -> None:
+        super()._capture(rows, width)
+        assert self._first_graphs is not None
+        self._first_graphs.capture(self._build_padding(rows, width))
 
-    def _capture(self, batch: StepBatch) -> None:
-        for self._is_own in (False, True):
-            assert self._present_graphs is not None
-            self._run_padded(self._present_graphs.capture, batch)
+    def _graphs_of(self, *, is_first: bool) -> StepGraphs | None:
+        return self._first_graphs if is_first else self._graphs
 
-    def _run_padded(self, run: Callable[[StepBatch], T], batch: StepBatch) -> T:
-        states = self._graph_states[self._is_own][: len(batch.token_ids)]
-        if self._states is not None:
-            states[: len(self._states)] = self._states
-        with self._head.reading(states, is_own=self._is_own):
-            return run(batch)
+    def _hand_on(self, batch: StepBatch, hidden: Tensor, drawn: Tensor) -> None:
+        super()._hand_on(batch, hidden, drawn)
+        following = self._head.following_states(hidden)
+        if self._graphs is None:
+            self._own_states = following
+        else:
+            self._own_states[: len(following)] = following
 
-    def _follow(self, hidden: Tensor, rows: Sequence[int]) -> None:
-        index = to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)
-        self._states = self._head.following_states(hidden[index])
-        self._is_own = True
-
-    def _most_likely(self, hidden: Tensor, rows: list[int]) -> list[int]:
-        ids = super()._most_likely(hidden, rows)
-        if not self._targets:
+    def _draw(self, hidden: Tensor) -> Tensor:
+        ids = super()._draw(hidden)
+        if not len(self._targets):
             return ids
-        return [self._targets[token] if token >= 0 else token for token in ids]
+        return self._targets[ids.clamp(min=0)].where(ids >= 0, -1)

@@ -1,75 +1,145 @@
 """Draft tokens of a head that has a layer of its own for each of them."""
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.engine.batch.transfer import Mark
+from services.engine.batch.buckets import MixedSize, least_size, mixed_sizes, row_bucket
+from services.engine.batch.step_batch import StepBatch
+from services.engine.batch.transfer import Laps, to_device
+from services.engine.execution.draft_model import count_longer
 from services.engine.execution.head_drafts import HeadDrafts
+from services.engine.execution.model_runner import StepCapacity
+from services.engine.execution.step_graphs import StepGraphs
 from services.engine.model.layered_head import LayeredHead
 from services.engine.scheduling.draft_plan import DraftPart, DraftResult, PassTime
 
 __all__ = ["LayeredDrafts"]
+
+_MOST_GRAPH_TOKENS = 256
+"""Most tokens of a pass with a graph; longer passes read prompts"""
 
 
 class LayeredDrafts(HeadDrafts):
     """A `LayeredHead` that makes draft tokens, its pages, and the hidden states it reads.
 
     All layers compute the same rows, one layer after another: the rows of new tokens, and the last
-    rows of the pass before. In the pass before, the deeper layers read draft tokens or zeros in
-    those rows, because the tokens were not known yet.
+    rows of the pass before. In the pass before, the deeper layers read draft tokens in those rows,
+    because the tokens were not known yet.
     """
 
     _head: LayeredHead
+    _sizes: Sequence[MixedSize] = ()
+    """Sizes of padded passes, largest first"""
+    _ids: Tensor
+    """Ids that the rows of each layer read, as `_read_ids` returns them; int64 [layers, tokens]"""
+    _reserved_ids: Tensor
+    """Memory of those that graphs read"""
+
+    def reserve(self, capacity: StepCapacity, num_blocks: int) -> None:
+        """Pad passes as steps with prompts are padded, and run them as CUDA graphs on a GPU."""
+        rows = row_bucket(capacity.sequences)
+        most = min(max(capacity.tokens, rows), _MOST_GRAPH_TOKENS)
+        self._sizes = mixed_sizes(most, rows, capacity.blocks)
+        widest = max([capacity.blocks, *(size.width for size in self._sizes)])
+        self._staging.reserve(max(capacity.tokens, rows), rows, widest)
+        self._decoder.reserve(max(capacity.tokens, rows), rows)
+        self._reserve_states(most)
+        device = self._decoder.device
+        ids = torch.zeros(self.limits.layers, most, dtype=torch.int64, device=device)
+        self._ids = self._reserved_ids = ids
+        self._graphs = StepGraphs(self._decoder, self._cache, self._run_layers)
+        self.captures = [partial(self._capture_size, size) for size in self._sizes]
+
+    @torch.inference_mode()
+    def _capture_size(self, size: MixedSize) -> None:
+        assert self._graphs is not None
+        self._graphs.capture(self._build([], [], [], [], size=size))
 
     @torch.inference_mode()
     def make(self, parts: Sequence[DraftPart]) -> DraftResult:
         if not parts:
             return DraftResult([], [])
-        began, depth = self._clock(), self.limits.layers
+        laps = Laps(self._decoder.device, self._clock)
+        order = sorted(range(len(parts)), key=lambda i: -parts[i].length)
+        placed = [parts[i] for i in order]
+        self._begin(placed)
+        size = self._size_of(placed)
+        if self._graphs is None or size is None:
+            drafting = [count_longer(placed, number) for number in range(self.limits.layers)]
+            drawn = self._run_layers(self._prepare(placed), drafting)
+        else:
+            drawn = self._graphs.run(self._prepare(placed, size))
+        laps.end()
         made: list[list[int]] = [[] for _ in parts]
-        starts = [part.start - self._rows_before for part in parts]
-        counts = [part.count for part in parts]
-        states = self._states_of(parts, starts)
-        growing = [i for i, part in enumerate(parts) if part.length]
-        for number in range(depth):
-            ids = [
-                _read_ids(part, number, drafted) for part, drafted in zip(parts, made, strict=True)
-            ]
-            batch = self._lay_out(ids, starts, parts)
-            hidden, states = self._head.run_layer(number, batch, self._cache, states)
-            drawn = self._most_likely(hidden, growing) if growing else []
-            for i, token in zip(growing, drawn, strict=True):
-                if 0 <= token < self._vocabulary_size:
-                    made[i].append(token)
-            growing = [i for i in growing if number < len(made[i]) < parts[i].length]
-        Mark(hidden.device).wait()  # so that the time of the pass is known
-        return DraftResult(made, [PassTime(sum(counts), self._clock() - began)])
+        for i, tokens in zip(order, drawn.T.tolist(), strict=False):
+            draft = takewhile(lambda token: 0 <= token < self._vocabulary_size, tokens)
+            made[i] = list(draft)[: parts[i].length]
+        [seconds] = laps.seconds()
+        return DraftResult(made, [PassTime(sum(part.count for part in parts), seconds)])
 
-    def _states_of(self, parts: Sequence[DraftPart], starts: Sequence[int]) -> Tensor:
-        """Return the hidden states of the engine's model that the parts read.
+    def _size_of(self, parts: Sequence[DraftPart]) -> MixedSize | None:
+        """Return the size to which a pass is padded; None = there is none for so many tokens."""
+        tokens, count = sum(part.count for part in parts), len(parts)
+        blocks = max(len(each.sequence.tables[0].blocks) - each.first_block for each in parts)
+        return least_size(self._sizes, tokens, count, count, blocks)
 
-        starts: index of each part's first row.
-        """
-        rows = [
-            self._kept.rows(part.sequence, start, part.end - 1)
-            for part, start in zip(parts, starts, strict=True)
+    def _prepare(self, parts: Sequence[DraftPart], size: MixedSize | None = None) -> StepBatch:
+        """Return the batch of a pass, and leave in `_ids` what its layers read."""
+        columns = len(parts) if size is None else size.sequences
+        read = [
+            np.concatenate(
+                [_read_ids(part, number, place, columns) for place, part in enumerate(parts)]
+            )
+            for number in range(self.limits.layers)
         ]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        ids = np.split(read[0], np.cumsum([part.count for part in parts])[:-1])
+        batch = self._lay_out(ids, parts, 0, size=size)
+        padded = torch.zeros(len(read), len(batch.token_ids), dtype=torch.int64)
+        padded[:, : len(read[0])] = torch.from_numpy(np.minimum(read, self._most_id))
+        if size is None:
+            self._ids = to_device(padded, self._decoder.device)
+        else:
+            self._ids = self._reserved_ids
+            self._ids[:, : size.tokens] = to_device(padded, self._decoder.device)
+        return batch
+
+    def _run_layers(self, batch: StepBatch, drafting: Sequence[int] | None = None) -> Tensor:
+        """Run all layers, one after another. Return the ids that they draw, as `_draw` does.
+
+        drafting: number of sequences for which each layer draws, the first ones; None = all.
+        Returns int64 [layers, sequences], 0 for other sequences.
+        """
+        tokens, sequences = len(batch.token_ids), len(batch.context_lengths)
+        drawn = batch.token_ids.new_zeros(self.limits.layers, sequences)
+        states = self._states[:tokens]
+        for number, ids in enumerate(self._ids[:, :tokens]):
+            if number:
+                drafted = drawn.flatten()[(-1 - ids).clamp(min=0)].clamp(0, self._most_id)
+                torch.where(ids < 0, drafted, ids, out=batch.token_ids)
+            hidden, states = self._head.run_layer(number, batch, self._cache, states)
+            count = sequences if drafting is None else drafting[number]
+            drawn[number, :count] = self._draw(hidden[:count])
+        return drawn
 
 
 def _read_ids(
-    part: DraftPart, number: int, drafted: Sequence[int]
-) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Return the token that each row of a layer reads: a known one, a draft token, or 0.
+    part: DraftPart, number: int, place: int, columns: int
+) -> npt.NDArray[np.signedinteger[Any]]:
+    """Return the token that each row of a layer reads: a known one, or -1 - i for a draft token.
 
-    A row that reads a 0 makes no draft token, and the next pass computes it again.
+    number: number of the layer. place: row of the sequence in the batch. columns: number of rows
+    of sequences; i is the index of a draft token among those of all layers, a layer in each row.
+
+    A row that reads a draft token is computed again by the next pass.
     """
     known = part.sequence.tokens[part.start + number : part.end + number]
     missing = part.count - len(known)
-    behind = np.zeros(missing, dtype=np.int32)
-    used = drafted[max(number - missing, 0) : number]
-    behind[: len(used)] = used
-    return np.concatenate([known, behind])
+    layers = np.arange(number - missing, number)
+    return np.concatenate([known, -1 - (layers * columns + place)])

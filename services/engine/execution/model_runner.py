@@ -8,7 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.engine.batch.buckets import MixedSize, mixed_sizes, outweighs_graph, row_bucket
+from services.engine.batch.buckets import (
+    MixedSize,
+    least_size,
+    mixed_sizes,
+    outweighs_graph,
+    row_bucket,
+)
 from services.engine.batch.shared_prefixes import LEAST_ROWS
 from services.engine.batch.step_batch import StepBatch
 from services.engine.batch.transfer import to_device
@@ -192,12 +198,7 @@ class ModelRunner:
         sequences = [*plan.decodes, *(chunk.sequence for chunk in chunks)]
         blocks = max(len(table.blocks) for sequence in sequences for table in sequence.tables)
         rows = decodes + sum(max(chunk.num_outputs, 1) for chunk in chunks)
-        sizes = (
-            size
-            for size in reversed(self.mixed_sizes)
-            if size.holds(tokens, rows, len(chunks), blocks)
-        )
-        return next(sizes, None)
+        return least_size(self.mixed_sizes, tokens, rows, len(chunks), blocks)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks of the cache, after all launched steps."""

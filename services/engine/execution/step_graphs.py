@@ -1,6 +1,8 @@
 """CUDA graphs of padded steps: one launch instead of about ten per layer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ _WARM_UPS = 2
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    hidden: Tensor
+    result: Tensor
     held: object
     """References to the memory that the graph reads and writes, which must not be freed"""
 
@@ -39,9 +41,15 @@ class StepGraphs:
     On the CPU there are no graphs: padded batches run directly.
     """
 
-    def __init__(self, decoder: Model, cache: KVCache) -> None:
+    def __init__(
+        self,
+        decoder: Model,
+        cache: KVCache,
+        compute: Callable[[StepBatch], Tensor] | None = None,
+    ) -> None:
+        """compute: what graphs hold; None = `decoder.compute`."""
         self._decoder = decoder
-        self._cache = cache
+        self._compute = compute or partial(decoder.compute, cache=cache)
         self._is_cuda = decoder.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
         self._captured: dict[tuple[int, ...], _Captured] = {}
@@ -49,14 +57,18 @@ class StepGraphs:
         """Number of steps on a GPU for whose size there is no graph"""
 
     def run(self, batch: StepBatch) -> Tensor:
-        """Return hidden states [rows, hidden_size] of a padded batch; padding has rows, too."""
+        """Return what is computed of a padded batch, valid until the next call.
+
+        It is hidden states [rows, hidden_size] unless `compute` says otherwise; padding has rows,
+        too.
+        """
         self._decoder.announce(batch, as_graph=True)
         captured = self._captured.get(key_of(batch))
         if captured is None:
             self.missed_steps += self._is_cuda
-            return self._decoder.compute(batch, self._cache)
+            return self._compute(batch)
         captured.graph.replay()
-        return captured.hidden
+        return captured.result
 
     def capture(self, batch: StepBatch) -> None:
         """Capture the size of a padded batch. Later steps must have the addresses of this batch."""
@@ -68,21 +80,21 @@ class StepGraphs:
         if self._is_cuda:
             self._captured[key_of(batch)] = self._capture(batch)
         else:
-            self._decoder.compute(batch, self._cache)
+            self._compute(batch)
 
     def _capture(self, batch: StepBatch) -> _Captured:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):  # each pass writes the same keys and values
-                self._decoder.compute(batch, self._cache)
+                self._compute(batch)
         torch.cuda.current_stream().wait_stream(stream)
         # Copy the batch: attention caches metadata on it, which must be captured.
         own = batch.copy()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            hidden = self._decoder.compute(own, self._cache)
-        return _Captured(graph, hidden, (own, self._decoder.buffers))
+            result = self._compute(own)
+        return _Captured(graph, result, (own, self._decoder.buffers))
 
 
 def key_of(batch: StepBatch) -> tuple[int, ...]:

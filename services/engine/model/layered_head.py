@@ -73,11 +73,6 @@ class LayeredHead(DraftHead):
     def draft_layers(self) -> int:
         return self.spec.num_layers
 
-    @property
-    def is_capturable(self) -> bool:
-        # Graphs hold passes over one row of each sequence, and a layer computes several.
-        return False
-
     def run_layer(
         self, number: int, batch: StepBatch, cache: KVCache, states: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -129,15 +129,17 @@ def make_loop(
     if draft is not None:
         own = draft.allocate_cache(blocks + padded, block)
         size = decoder.spec.vocab_size
-        capacity = StepCapacity(64, running, CONTEXT // block) if padded else None
         if isinstance(draft, DraftHead):
             kind, kept = DraftKind.EAGLE, most_kept
             runs = LayeredDrafts if isinstance(draft, LayeredHead) else HeadDrafts
             runs = head_drafts or runs
-            drafts = runs(draft, own, size, 64, kind, targets, kept, *clocks, capacity)
+            drafts = runs(draft, own, size, 64, kind, targets, kept, *clocks)
         else:
-            drafts = draft_model(draft, own, size, 64, *clocks, capacity)
-        drafts.capture(drafts.graph_sizes)
+            drafts = draft_model(draft, own, size, 64, *clocks)
+        if padded:
+            drafts.reserve(StepCapacity(64, running, CONTEXT // block), blocks)
+        for capture in drafts.captures:
+            capture()
     limits = SchedulerLimits(
         running,
         step_tokens,

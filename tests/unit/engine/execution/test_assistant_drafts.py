@@ -10,7 +10,7 @@ import torch
 
 from services.common.settings import StartupError
 from services.engine.engine import Engine
-from services.engine.execution import draft_loader, draft_model, head_drafts
+from services.engine.execution import draft_loader, draft_model
 from services.engine.execution.assistant_drafts import AssistantDrafts
 from services.engine.execution.model_runner import StepCapacity
 from services.engine.scheduling.draft_plan import DraftPart, DraftResult
@@ -37,10 +37,9 @@ class WatchedDrafts(AssistantDrafts):
 class PaddedDrafts(WatchedDrafts):
     """Drafts whose passes are padded as on a GPU."""
 
-    def __init__(self, *arguments: Any, capacity: StepCapacity | None, num_blocks: int) -> None:
-        assert capacity is None
-        padded = StepCapacity(tokens=512, sequences=4, blocks=64)
-        super().__init__(*arguments, capacity=padded, num_blocks=num_blocks)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.reserve(StepCapacity(tokens=512, sequences=4, blocks=64), num_blocks=256)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -51,8 +50,7 @@ def test_assistant_drafts_what_transformers_drafts_and_keeps_the_answers(
     """Padded passes run as graphs, at the addresses of a capture."""
     drafts = PaddedDrafts if padded else WatchedDrafts
     monkeypatch.setattr(draft_loader, "AssistantDrafts", drafts)
-    for module in (draft_model, head_drafts):
-        monkeypatch.setattr(module, "StepGraphs", CheckedGraphs)
+    monkeypatch.setattr(draft_model, "StepGraphs", CheckedGraphs)
     CheckedGraphs.runs = 0
     WatchedDrafts.made.clear()
     target = make_target(tmp_path / "model")

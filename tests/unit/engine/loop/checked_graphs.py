@@ -1,5 +1,6 @@
 """Graphs of draft passes, simulated on a CPU."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor
@@ -15,8 +16,13 @@ class CheckedGraphs(StepGraphs):
 
     runs: ClassVar[int] = 0
 
-    def __init__(self, decoder: Model, cache: KVCache) -> None:
-        super().__init__(decoder, cache)
+    def __init__(
+        self,
+        decoder: Model,
+        cache: KVCache,
+        compute: Callable[[StepBatch], Tensor] | None = None,
+    ) -> None:
+        super().__init__(decoder, cache, compute)
         self._keys: set[tuple[int, ...]] = set()
 
     def capture(self, batch: StepBatch) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from services.engine.execution import draft_model, head_drafts
+from services.engine.batch.step_batch import StepBatch
+from services.engine.execution import draft_model
 from services.engine.execution.batch_builder import DeviceTokens
 from services.engine.execution.head_drafts import HeadDrafts
 from services.engine.execution.model_runner import ModelRunner, StepCapacity
@@ -163,16 +164,24 @@ def test_first_passes_over_one_token_of_each_sequence_run_as_graphs(
     useless: tuple[Decoder, EagleHead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind rejected drafts, the head reads the model's hidden states of one token."""
-    monkeypatch.setattr(head_drafts, "StepGraphs", CheckedGraphs)
+    monkeypatch.setattr(draft_model, "StepGraphs", CheckedGraphs)
     CheckedGraphs.runs = 0
+    passes: list[bool] = []
+
+    class NotingDrafts(FreeHeadDrafts):
+        def _run(self, batch: StepBatch, *, is_first: bool, is_last: bool) -> Tensor:
+            passes.append(is_first)
+            return super()._run(batch, is_first=is_first, is_last=is_last)
+
     decoder, head = useless
     requests = [make_request(i, [[5 + i, 9]], max_tokens=60) for i in range(3)]
     plain = tokens_of(run(make_loop(decoder), requests))
     loop = make_loop(
-        decoder, draft=head.model, targets=head.targets, padded=True, head_drafts=FreeHeadDrafts
+        decoder, draft=head.model, targets=head.targets, padded=True, head_drafts=NotingDrafts
     )
     assert tokens_of(run(loop, requests)) == plain
-    assert CheckedGraphs.runs > 0
+    assert CheckedGraphs.runs == len(passes)
+    assert any(passes)
 
 
 def test_head_of_the_embedded_model_drafts_what_it_would_say(embedded_model: Path) -> None:

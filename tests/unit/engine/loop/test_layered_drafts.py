@@ -9,11 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.engine.execution import layered_drafts
 from services.engine.execution.layered_drafts import LayeredDrafts
 from services.engine.messages import GrantCredit, Token
 from services.engine.model.layered_head import LayeredHead
 from services.engine.scheduling.draft_plan import DraftPart, DraftResult
 from tests.unit.engine.checkpoints.driver import Driver
+from tests.unit.engine.loop.checked_graphs import CheckedGraphs
 from tests.unit.engine.loop.test_step_loop import assert_same_up_to_ties
 from tests.unit.engine.mtp import MtpPair, load_mtp_pair, make_tiny_mtp
 from tests.unit.engine.tiny import (
@@ -123,9 +125,14 @@ def test_layers_never_change_output(
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("layers", [2, 3])
 def test_each_layer_drafts_the_token_that_it_was_made_for(
-    counting: dict[int, MtpPair], layers: int, padded: bool
+    counting: dict[int, MtpPair], layers: int, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layer that read other tokens or states would draft other numbers."""
+    """A layer that read other tokens or states would draft other numbers.
+
+    Padded passes run as graphs of all layers, at the addresses of a capture.
+    """
+    monkeypatch.setattr(layered_drafts, "StepGraphs", CheckedGraphs)
+    CheckedGraphs.runs = 0
     pair = counting[layers]
     loop = make_loop(pair.decoder, draft=pair.head, padded=padded)
     requests = [make_request(i, [[9, 4, 7, 5 + i]], max_tokens=60) for i in range(3)]
@@ -136,6 +143,7 @@ def test_each_layer_drafts_the_token_that_it_was_made_for(
     [total] = load.drafts
     assert total.accepted == total.drafted > 90
     assert load.steps < 180 / (layers + 0.5)
+    assert (CheckedGraphs.runs >= total.drafts) is padded
 
 
 def test_more_layers_take_fewer_steps_than_one_that_reads_its_own_output(
