@@ -143,7 +143,7 @@ def test_each_layer_drafts_the_token_that_it_was_made_for(
     [total] = load.drafts
     assert total.accepted == total.drafted > 90
     assert load.steps < 180 / (layers + 0.5)
-    assert (CheckedGraphs.runs >= total.drafts) is padded
+    assert (CheckedGraphs.runs > load.steps / 2) is padded
 
 
 def test_more_layers_take_fewer_steps_than_one_that_reads_its_own_output(
