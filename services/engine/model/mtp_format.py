@@ -100,7 +100,8 @@ def stored_layers(
 
 def mtp_spec(files: TensorFiles, whole: ModelSpec, found: MtpFormat) -> ModelSpec:
     """Return the shape of the layers. Raises CheckpointError for a model without such layers."""
-    layer = _windowed_layer(whole) if found.has_windows else _whole_layer(whole)
+    has_windows = found.has_windows or whole.draft_layers_have_windows
+    layer = _windowed_layer(whole) if has_windows else _whole_layer(whole)
     names = replace(whole.family.names, layers=found.layers)
     if found.feed_forward_norm:
         names = replace(names, feed_forward_norm=found.feed_forward_norm)

@@ -94,7 +94,7 @@ def make_mtp(
     has_images = "text_config" in config
     text = config["text_config"] if has_images else config
     number = text["num_hidden_layers"]
-    is_windowed = family in ("mimo v2 flash", "exaone4.5")
+    is_windowed = family in ("mimo v2 flash", "exaone4.5") or "mtp_layer_types" in changes
     is_dense = is_windowed or family == "k-exaone"
     more: dict[str, Any] = {"num_hidden_layers": number + layers}
     if text.get("layer_types"):

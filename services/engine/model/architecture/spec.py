@@ -77,6 +77,8 @@ class ModelSpec(ModelLayers):
     """Number of texts that an encoder tells apart in a pair; 0: none"""
     num_draft_layers: int = 0
     """Number of further layers that files may hold: they predict further tokens (MTP)"""
+    draft_layers_have_windows: bool = False
+    """True if the file says that these layers have the windows of the others"""
     weight_factors: tuple[WeightFactors, ...] = ()
     """Factors by which weights are multiplied at loading"""
     num_labels: int = 0
@@ -213,6 +215,8 @@ class ModelSpec(ModelLayers):
             modal_tokens=read_modal_tokens(config) if family.has_modal_tokens else (),
             position_offset=padding or family.position_offset,
             num_draft_layers=_draft_layers(config),
+            draft_layers_have_windows=config.has("mtp_layer_types")
+            and "sliding_attention" in config.texts("mtp_layer_types"),
             num_token_types=0
             if encoder is None or encoder.token_types is None
             else config.integer("type_vocab_size", 2),

@@ -242,6 +242,14 @@ FP8_FILES = [
 """Families, layouts of scales, and the parts of an MTP layer that stay in bfloat16"""
 
 
+def test_layer_has_the_window_that_the_file_states(tmp_path: Path) -> None:
+    """Queries and keys of K-EXAONE rotate in layers with a window alone."""
+    parts = make_mtp(tmp_path, "k-exaone", mtp_layer_types=["sliding_attention"])
+    ids = random_ids(parts, LENGTH + FOLLOWING)
+    logits = computed_logits(tmp_path, ids)
+    torch.testing.assert_close(logits, expected_logits(parts, ids), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("family", "layout", "left_out"), FP8_FILES)
 def test_layer_of_an_fp8_checkpoint_has_the_stored_numbers_times_their_scales(
     family: str, layout: str, left_out: str, tmp_path: Path
