@@ -115,7 +115,6 @@ async def test_service_works_after_invalid_requests(services: Services) -> None:
             {"sampling": types.SamplingParams(top_p=2)},
         ),
         (grpc.StatusCode.INVALID_ARGUMENT, "stop[0]", {"stop": [""]}),
-        (grpc.StatusCode.UNIMPLEMENTED, "grammar", {"grammar": types.GrammarSpec(regex="a")}),
     ]
     for code, path, fields in bad:
         error = await services.refused("a", **fields)

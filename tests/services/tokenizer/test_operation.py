@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.tokenizer.completion_client import Answer, completed, make_request, tokens
-from tests.stack import RunningService, mortal_engine, running_service
+from tests.stack import Stack, mortal_engine, running_service
 from tokenwire.channel import connect
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
@@ -85,10 +85,8 @@ async def test_completion_continues_after_an_engine_loss(
             assert stormy_ranked.usage.completion_tokens == 800
 
 
-async def test_sigterm_finishes_running_requests(
-    engine: RunningService, embedded_model: Path, tmp_path: Path
-) -> None:
-    arguments = ("--model", str(embedded_model), "--engine", engine.target)
+async def test_sigterm_finishes_running_requests(stack: Stack, tmp_path: Path) -> None:
+    arguments = ("--model", str(stack.model), "--engine", stack.engine)
     async with (
         running_service("tokenizer", *arguments, log=tmp_path / "log") as service,
         connect(service.target) as channel,

@@ -21,9 +21,10 @@ from smg_grpc_proto.generated.sglang_scheduler_pb2_grpc import SglangSchedulerSt
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from tokenizers import Tokenizer
 
+from tests.services.tokenizer.completion_client import make_request
 from tests.stack import (
     MortalEngine,
-    RunningService,
+    Stack,
     is_busy,
     is_idle,
     mortal_engine,
@@ -37,6 +38,8 @@ from tests.vision import write_whole
 from tokenwire.channel import connect
 from tokenwire.client import Client
 from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
+from tokenwire.pb.types.v1 import types_pb2 as types
 from tokenwire.pb.vllm import inference_pb2
 from tokenwire.pb.vllm.inference_pb2_grpc import InferenceStub
 
@@ -63,18 +66,16 @@ class Facade:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def facade(
-    engine: RunningService, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Facade]:
-    async with serving(engine, embedded_model, tmp_path_factory.mktemp("log")) as facade:
+async def facade(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Facade]:
+    async with serving(stack.engine, stack.model, tmp_path_factory.mktemp("log")) as facade:
         yield facade
 
 
 @asynccontextmanager
-async def serving(engine: RunningService, model: Path, logs: Path) -> AsyncIterator[Facade]:
-    """Run a tokenizer service with --vllm-api beside an engine."""
+async def serving(engine: str, model: Path, logs: Path) -> AsyncIterator[Facade]:
+    """Run a tokenizer service with --vllm-api beside the engine at "host:port"."""
     log = logs / "tokenizer.log"
-    flags = ("--model", str(model), "--engine", engine.target, "--vllm-api")
+    flags = ("--model", str(model), "--engine", engine, "--vllm-api")
     async with (
         running_service("tokenizer", *flags, log=log) as service,
         connect(service.target) as channel,
@@ -85,7 +86,7 @@ async def serving(engine: RunningService, model: Path, logs: Path) -> AsyncItera
             InferenceStub(channel),
             SglangSchedulerStub(channel),  # type: ignore[no-untyped-call]
             client,
-            engine.target,
+            engine,
             model,
         )
 
@@ -224,7 +225,7 @@ async def test_logprobs_go_up_to_those_of_chats(facade: Facade) -> None:
             lambda r: setattr(r.sampling_params, "structural_tag", "{"),
             "sampling_params.structural_tag",
         ),
-        (lambda r: setattr(r.sampling_params, "regex", "a"), "sampling_params.regex"),
+        (lambda r: setattr(r.sampling_params, "regex", "("), "sampling_params.regex"),
     ],
 )
 async def test_what_cannot_be_served_is_refused_with_its_field(
@@ -394,7 +395,7 @@ async def test_subscriber_knows_what_each_group_of_layers_holds(
     flags = ("--model", str(tmp_path), "--dtype", "float32", "--kv-memory", "16MiB")
     async with (
         running_service("engine", *flags, log=tmp_path / "engine.log") as engine,
-        serving(engine, tmp_path, tmp_path) as facade,
+        serving(engine.target, tmp_path, tmp_path) as facade,
     ):
         subscriber = Subscriber(facade)
         request = asked(stream=False, max_tokens=1)
@@ -461,7 +462,7 @@ async def test_inference_streams_text_and_ids(facade: Facade) -> None:
         ({"sampling": {"top_k": 500}}, "sampling.top_k"),
         ({"decoding": {"repetition_penalty": 3}}, "decoding.repetition_penalty"),
         ({"decoding": {"allowed_token_ids": [99_999]}}, "decoding.allowed_token_ids[0]"),
-        ({"decoding": {"regex": "a"}}, "decoding.regex"),
+        ({"decoding": {"regex": "("}}, "decoding.regex"),
         ({"stopping": {"stop_strings": [""]}}, "stopping.stop_strings[0]"),
         ({"stopping": {"max_new_tokens": 1, "min_new_tokens": 2}}, "stopping.min_new_tokens"),
         (
@@ -535,9 +536,9 @@ async def test_images_come_as_data_urls(tmp_path: Path) -> None:
 
 
 async def test_service_without_the_flag_serves_its_own_protocol_only(
-    engine: RunningService, embedded_model: Path, tmp_path: Path
+    stack: Stack, tmp_path: Path
 ) -> None:
-    flags = ("--model", str(embedded_model), "--engine", engine.target)
+    flags = ("--model", str(stack.model), "--engine", stack.engine)
     async with (
         running_service("tokenizer", *flags, log=tmp_path / "log") as service,
         connect(service.target) as channel,
@@ -547,15 +548,31 @@ async def test_service_without_the_flag_serves_its_own_protocol_only(
     assert error.code is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_health_fails_while_no_engine_serves(embedded_model: Path, tmp_path: Path) -> None:
-    """smg looks at the status of the call alone."""
+async def test_grammars_need_their_service_and_health_an_engine(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """smg looks at the status of the call of health alone."""
     async with mortal_engine(embedded_model) as engine:
         flags = ("--model", str(embedded_model), "--engine", engine.target, "--vllm-api")
         async with (
             running_service("tokenizer", *flags, log=tmp_path / "log") as service,
             connect(service.target) as channel,
         ):
+            await _assert_grammars_are_refused(channel)
             await _assert_health_follows(channel, engine)
+
+
+async def _assert_grammars_are_refused(channel: grpc.aio.Channel) -> None:
+    vllm: Any = VllmEngineStub(channel)  # type: ignore[no-untyped-call]
+    inference: Any = InferenceStub(channel)
+    request = make_request(PROMPT, grammar=types.GrammarSpec(regex="a"))
+    for call, field in (
+        (CompletionServiceStub(channel).Generate(request), "grammar"),
+        (vllm.Generate(asked(regex="a")), "sampling_params.regex"),
+        (inference.GenerateStream(streamed(decoding={"regex": "a"})), "decoding.regex"),
+    ):
+        error = await refusal(call)
+        assert (error.code, error.field) == (grpc.StatusCode.UNIMPLEMENTED, field)
 
 
 async def _assert_health_follows(channel: grpc.aio.Channel, engine: MortalEngine) -> None:
