@@ -26,8 +26,9 @@ def _follow(settings: EngineSettings) -> NoReturn:
 
 def _lead(settings: EngineSettings, loop: Child) -> None:
     # imported only here, because the loop process imports this module and needs no gRPC server
-    from services.common.server import run
-    from services.engine.application import EngineApplication
+    with collector_paused():
+        from services.common.server import run
+        from services.engine.application import EngineApplication
 
     run("engine", settings, partial(EngineApplication, loop), loop.link)
 
@@ -36,8 +37,9 @@ def _start_as_spare() -> None:
     """Import everything, and start the loop process, before the arguments come."""
     raise_file_limit()
     loop = spawn_loop()
-    import services.common.server
-    import services.engine.application  # noqa: F401
+    with collector_paused():
+        import services.common.server
+        import services.engine.application  # noqa: F401
 
     settings = parse(EngineSettings, _PROGRAM, _PREFIX, awaited_arguments())
     _lead(settings, loop)
