@@ -205,7 +205,7 @@ class DraftModel:
 
     def _hand_on(self, batch: StepBatch, hidden: Tensor, drawn: Tensor) -> None:
         """Leave in the batch what the next pass reads of this one's results."""
-        torch.clamp(drawn, 0, self._most_id, out=batch.token_ids[: len(drawn)])
+        torch.clamp(drawn, 0, self._most_id, out=batch.token_ids[: drawn.shape[0]])
 
     def _places(
         self, parts: Sequence[DraftPart], numbers: Iterable[int], rows: int
@@ -321,7 +321,7 @@ class DraftModel:
 
     def _draw(self, hidden: Tensor) -> Tensor:
         """Return the most likely id behind each row, int64 [rows]; -1 for NaN on a CPU."""
-        if not len(hidden):
+        if not hidden.shape[0]:
             return torch.empty(0, dtype=torch.int64, device=hidden.device)
         if self._decoder.has_argmax:
             return self._decoder.argmax(hidden)

@@ -61,7 +61,9 @@ class HeadDrafts(DraftModel):
         )
         self._head = head
         self._most_id = vocabulary_size - 1
-        self._targets = torch.tensor(targets, dtype=torch.int64, device=head.device)
+        behind = [*targets, -1] if targets else []  # an index of -1 names the last one
+        self._targets = torch.tensor(behind, dtype=torch.int64, device=head.device)
+        """Id of the engine's model for each id of the head, and -1 for -1; empty = the same ids"""
         self._kept = KeptStates(most_kept)
 
     def reserve(self, capacity: StepCapacity, num_blocks: int) -> None:
@@ -115,6 +117,4 @@ class HeadDrafts(DraftModel):
 
     def _draw(self, hidden: Tensor) -> Tensor:
         ids = super()._draw(hidden)
-        if not len(self._targets):
-            return ids
-        return self._targets[ids.clamp(min=0)].where(ids >= 0, -1)
+        return self._targets[ids] if self._targets.shape[0] else ids

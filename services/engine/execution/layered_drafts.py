@@ -37,9 +37,10 @@ class LayeredDrafts(HeadDrafts):
     _head: LayeredHead
     _sizes: Sequence[MixedSize] = ()
     """Sizes of padded passes, largest first"""
-    _ids: Tensor
-    """Ids that the rows of each layer read, as `_read_ids` returns them; int64 [layers, tokens]"""
-    _reserved_ids: Tensor
+    _inputs: Tensor
+    """What rows read, int64 [2, layers, tokens]: indices of ids among draft tokens of all layers
+    and the known ids behind these, and the known ids"""
+    _reserved_inputs: Tensor
     """Memory of those that graphs read"""
 
     def reserve(self, capacity: StepCapacity, num_blocks: int) -> None:
@@ -52,8 +53,8 @@ class LayeredDrafts(HeadDrafts):
         self._decoder.reserve(max(capacity.tokens, rows), rows)
         self._reserve_states(most)
         device = self._decoder.device
-        ids = torch.zeros(self.limits.layers, most, dtype=torch.int64, device=device)
-        self._ids = self._reserved_ids = ids
+        inputs = torch.zeros(2, self.limits.layers, most, dtype=torch.int64, device=device)
+        self._inputs = self._reserved_inputs = inputs
         self._graphs = StepGraphs(self._decoder, self._cache, self._run_layers)
         self.captures = [partial(self._capture_size, size) for size in self._sizes]
 
@@ -91,7 +92,7 @@ class LayeredDrafts(HeadDrafts):
         return least_size(self._sizes, tokens, count, count, blocks)
 
     def _prepare(self, parts: Sequence[DraftPart], size: MixedSize | None = None) -> StepBatch:
-        """Return the batch of a pass, and leave in `_ids` what its layers read."""
+        """Return the batch of a pass, and leave in `_inputs` what its layers read."""
         columns = len(parts) if size is None else size.sequences
         read = [
             np.concatenate(
@@ -101,13 +102,18 @@ class LayeredDrafts(HeadDrafts):
         ]
         ids = np.split(read[0], np.cumsum([part.count for part in parts])[:-1])
         batch = self._lay_out(ids, parts, 0, size=size)
-        padded = torch.zeros(len(read), len(batch.token_ids), dtype=torch.int64)
-        padded[:, : len(read[0])] = torch.from_numpy(np.minimum(read, self._most_id))
+        count = batch.token_ids.shape[0]
+        known = np.zeros((len(read), count), dtype=np.int64)
+        known[:, : len(read[0])] = read
+        np.minimum(known, self._most_id, out=known)
+        places = len(read) * columns + np.arange(known.size).reshape(known.shape)
+        sources = np.where(known < 0, -1 - known, places)
+        inputs = to_device(torch.from_numpy(np.stack((sources, known))), self._decoder.device)
         if size is None:
-            self._ids = to_device(padded, self._decoder.device)
+            self._inputs = inputs
         else:
-            self._ids = self._reserved_ids
-            self._ids[:, : size.tokens] = to_device(padded, self._decoder.device)
+            self._inputs = self._reserved_inputs
+            self._inputs[:, :, :count] = inputs
         return batch
 
     def _run_layers(self, batch: StepBatch, drafting: Sequence[int] | None = None) -> Tensor:
@@ -116,13 +122,16 @@ class LayeredDrafts(HeadDrafts):
         drafting: number of sequences for which each layer draws, the first ones; None = all.
         Returns int64 [layers, sequences], 0 for other sequences.
         """
-        tokens, sequences = len(batch.token_ids), len(batch.context_lengths)
-        drawn = batch.token_ids.new_zeros(self.limits.layers, sequences)
-        states = self._states[:tokens]
-        for number, ids in enumerate(self._ids[:, :tokens]):
+        layers, tokens = self.limits.layers, batch.token_ids.shape[0]
+        sequences, states = batch.context_lengths.shape[0], self._states[:tokens]
+        sources, known = self._inputs[:, :, :tokens]
+        drawn = known.new_zeros(layers * sequences)
+        ids = torch.cat((drawn, known.flatten()))
+        drawn = ids[: len(drawn)].view(layers, sequences)
+        for number, source in enumerate(sources):
             if number:
-                drafted = drawn.flatten()[(-1 - ids).clamp(min=0)].clamp(0, self._most_id)
-                torch.where(ids < 0, drafted, ids, out=batch.token_ids)
+                torch.index_select(ids, 0, source, out=batch.token_ids)
+                batch.token_ids.clamp_(0, self._most_id)
             hidden, states = self._head.run_layer(number, batch, self._cache, states)
             count = sequences if drafting is None else drafting[number]
             drawn[number, :count] = self._draw(hidden[:count])
