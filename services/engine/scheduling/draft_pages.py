@@ -12,6 +12,7 @@ which they are gone gets a shorter context: the head sees it from a later block 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from services.engine.scheduling.draft_plan import DraftPart
 from services.engine.scheduling.sequence import TokenSequence
 
 __all__ = ["DraftPages", "HeadPages", "SharedPages"]
@@ -78,17 +79,18 @@ class DraftPages:
         """Return whether the tokens of a sequence that the pages lack can be computed."""
         return True
 
-    def write(self, sequence: TokenSequence, end: int, guessed: Sequence[int]) -> None:
-        """Note that tokens up to the one before `end`, and these draft tokens behind, are computed.
+    def write(self, part: DraftPart, guessed: Sequence[int]) -> None:
+        """Note that a part's tokens, and these draft tokens behind them, are computed.
 
+        A draft that ends early has fewer of them than passes, all of which have written a token.
         `count_computed` must have been called since the sequence's last token.
         """
-        progress = self._progress[sequence]
-        blocks = sequence.tables[0].blocks
-        last = (end + len(guessed) - 1) // self._size
+        progress = self._progress[part.sequence]
+        blocks = part.sequence.tables[0].blocks
+        last = (part.end + max(part.length, 1) - 2) // self._size
         for block in blocks[max(progress.count - self._shift, 0) // self._size : last + 1]:
             self._contents.pop(block, None)
-        progress.count, progress.guessed = end, guessed
+        progress.count, progress.guessed = part.end, guessed
 
     def leave(self, sequence: TokenSequence) -> None:
         """Note that a sequence gives its blocks back. Their contents stay known."""
@@ -138,16 +140,16 @@ class HeadPages(DraftPages):
     def can_continue(self, sequence: TokenSequence) -> bool:
         return self.count_computed(sequence) < sequence.length
 
-    def write(self, sequence: TokenSequence, end: int, guessed: Sequence[int]) -> None:
+    def write(self, part: DraftPart, guessed: Sequence[int]) -> None:
         """Do the same as a draft model's pages, but the draft tokens are computed again.
 
         Their rows come from hidden states that the head has made itself. So are the last rows of
         several layers, which need tokens that are not known yet.
         """
-        progress = self._progress[sequence]
+        progress = self._progress[part.sequence]
         before = progress.count
-        super().write(sequence, end, guessed)
-        progress.count, progress.guessed = max(before, end - self._layers + 1), ()
+        super().write(part, guessed)
+        progress.count, progress.guessed = max(before, part.end - self._layers + 1), ()
 
     def leave(self, sequence: TokenSequence) -> None:
         super().leave(sequence)
@@ -168,5 +170,5 @@ class SharedPages(HeadPages):
         """Return whether the hidden states of the token before the newest one are kept."""
         return self._firsts.get(sequence, sequence.length) < sequence.length - 1
 
-    def write(self, sequence: TokenSequence, end: int, guessed: Sequence[int]) -> None:
+    def write(self, part: DraftPart, guessed: Sequence[int]) -> None:
         """Do nothing: an assistant writes no pages."""

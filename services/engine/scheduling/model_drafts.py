@@ -227,7 +227,7 @@ class ModelDrafts:
     def take(self, parts: Sequence[DraftPart], result: DraftResult) -> None:
         """Take what the draft model has made of a plan."""
         for part, made in zip(parts, result.tokens, strict=True):
-            self._pages.write(part.sequence, part.end, made[:-1])
+            self._pages.write(part, made[:-1])
             if made:
                 draft = Draft(self.kind, made)
                 part.sequence.speculation.made = part.sequence.length, draft

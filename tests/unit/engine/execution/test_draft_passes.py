@@ -8,6 +8,7 @@ import torch
 from services.engine.execution.draft_model import DraftModel
 from services.engine.execution.model_runner import StepCapacity
 from services.engine.model.model import Model
+from services.engine.scheduling.draft_pages import DraftPages
 from services.engine.scheduling.draft_plan import DraftPart
 from services.engine.scheduling.sequence import Request, TokenSequence
 from services.engine.scheduling.sequence_cache import BlockTable
@@ -74,6 +75,25 @@ def test_draft_ends_at_an_id_that_the_engine_lacks(tmp_path: Path) -> None:
     drafts = DraftModel(decoder, decoder.allocate_cache(BLOCKS, BLOCK), largest, 64)
     [cut] = drafts.make([part]).tokens
     assert list(cut) == list(whole[: list(whole).index(largest)])
+
+
+def test_block_behind_a_cut_draft_is_computed_again(decoder: Model) -> None:
+    """A block with the same tokens as before would else be believed, and its drafts useless."""
+    text, cache, pages = [*range(1, 13)], decoder.allocate_cache(BLOCKS, BLOCK), DraftPages(BLOCK)
+
+    def make(vocabulary: int, tokens: list[int], blocks: list[int]) -> list[int]:
+        sequence = make_sequence(tokens, blocks)
+        part = DraftPart(sequence, pages.count_computed(sequence), len(tokens), 4)
+        [made] = DraftModel(decoder, cache, vocabulary, 64).make([part]).tokens
+        pages.write(part, made[:-1])
+        pages.count_computed(sequence)
+        pages.leave(sequence)
+        return list(made)
+
+    fresh = make(VOCABULARY, text, [0, 1, 2, 3])
+    largest = make(VOCABULARY, [5, 9, 3], [4, 5])[0]
+    assert make(largest, [5, 9, 3], [6, 1]) == []  # its passes write to block 1
+    assert make(VOCABULARY, text, [0, 1, 2, 3]) == fresh
 
 
 def test_passes_are_launched_without_reading_a_token(
