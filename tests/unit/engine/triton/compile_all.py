@@ -17,7 +17,6 @@ from tests.unit.engine.triton import (
     compile_prompts,
     compile_sampling,
 )
-from tests.unit.engine.triton.gpus import FP8_ALONE
 
 GROUPS = (
     compile_adapters,
@@ -29,14 +28,12 @@ GROUPS = (
     compile_prompts,
     compile_sampling,
 )
-OF_FP8 = (compile_attention, compile_experts, compile_fp8, compile_fused, compile_prompts)
-"""Groups with kernels of FP8"""
 
 
 def main() -> None:
     """Compile for the compute capabilities of the command line."""
     for capability in map(int, sys.argv[1:]):
-        for group in OF_FP8 if capability == FP8_ALONE else GROUPS:
+        for group in GROUPS:
             for compiled in group.compile_all(capability):
                 print(compiled, flush=True)
 

@@ -22,7 +22,6 @@ from services.engine.model.attention.paged_kernels import (
 from services.engine.model.operators import rotated_write
 from tests.unit.engine.triton.gpus import (
     DEPENDENT_FROM,
-    FP8_ALONE,
     OF_EACH_MEMORY,
     Compiled,
     compile_kernel,
@@ -82,7 +81,7 @@ def compile_all(capability: int) -> Iterator[Compiled]:
             compiled = inspect(kernel, capability, f"{family}, {rows} rows, {kind}{cache}")
             compiled.check(pipelined=compiled.kernel != "merge_parts")
             yield compiled
-    for dtype in () if capability == FP8_ALONE else ("bf16", "fp16", "fp32"):
+    for dtype in ("bf16", "fp16", "fp32"):
         types = dict.fromkeys(cache_kernel._write.arg_names, "i32") | {"slots": "*i64"}
         types |= dict.fromkeys(("keys", "values", "key_cache", "value_cache"), f"*{dtype}")
         compiled = compile_kernel(cache_kernel._write, capability, types, {"width": 1024})
@@ -97,9 +96,9 @@ def compile_all(capability: int) -> Iterator[Compiled]:
         compiled = compile_kernel(fp8_pages._write_rounded, capability, types, sizes)
         compiled.check()
         yield compiled
-    if capability != FP8_ALONE:
-        for norms in (True, False):
-            yield _rotated_write(capability, is_fp8=False, has_norms=norms)
+    yield from (
+        _rotated_write(capability, is_fp8=False, has_norms=norms) for norms in (True, False)
+    )
     if has_fp8:
         yield _rotated_write(capability, is_fp8=True, has_norms=True)
 
@@ -133,7 +132,7 @@ def _cases(capability: int) -> Iterator[tuple[str, tuple[int, str], bool]]:
             is_for_all = has_all or is_of_each
         else:
             is_for_all = family == WIDEST and batch == PROMPT
-        if capability != FP8_ALONE and (is_for_all or (is_of_each and has_all)):
+        if is_for_all or (is_of_each and has_all):
             yield family, batch, False
         is_first = capability == FP8_FROM and batch == PROMPT
         if capability >= FP8_FROM and (is_for_all or is_first):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from services.engine.model.operators import expert_kernels
-from tests.unit.engine.triton.gpus import FP8_ALONE, SHARED_MEMORY, Compiled, compile_kernel
+from tests.unit.engine.triton.gpus import SHARED_MEMORY, Compiled, compile_kernel
 
 __all__ = ["compile_all"]
 
@@ -31,25 +31,22 @@ DOWN = GATE | {"per_row": 1, "nonlinearity": None}
 
 def compile_all(capability: int) -> Iterator[Compiled]:
     """Yield the kernels that sort rows by expert, and every tile of the products."""
-    first, *_, last = expert_kernels.TILES
-    if capability >= FP8_CAPABILITY:
-        for tile in expert_kernels.TILES:
-            if tile.rows in (16, 128):
-                yield _compile_product(capability, "bf16", GATE, tile, "fp8 groups")
-        yield _compile_product(capability, "bf16", DOWN, last, "fp8")
-    if capability == FP8_ALONE:
-        return
     choosing = {"experts": 100, "padded_experts": 128, "per_row": 8, "normalized": True}
     yield _compile(expert_kernels._choose, capability, "bf16", choosing, num_warps=1)
     yield _compile(expert_kernels._count_choices, capability, "bf16", {"chunk": 1024})
     yield _compile(expert_kernels._place_choices, capability, "bf16", SORTING)
     summing = {"per_row": 4, "outputs": 2880, "tile": 1024}
     yield _compile(expert_kernels._add_sums, capability, "bf16", summing)
+    first, *_, last = expert_kernels.TILES
     for tile in expert_kernels.TILES:
         yield _compile_product(capability, "bf16", GATE, tile)
         if tile.rows in (16, 128):
             yield _compile_product(capability, "bf16", GATE, tile, "mxfp4")
+            if capability >= FP8_CAPABILITY:
+                yield _compile_product(capability, "bf16", GATE, tile, "fp8 groups")
     yield _compile_product(capability, "bf16", DOWN, last)
+    if capability >= FP8_CAPABILITY:
+        yield _compile_product(capability, "bf16", DOWN, last, "fp8")
     yield _compile_product(capability, "fp16", GATE | {"nonlinearity": "gelu"}, first)
 
 

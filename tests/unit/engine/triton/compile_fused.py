@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from services.engine.model.operators import fused_kernels
-from tests.unit.engine.triton.gpus import FP8_ALONE, OF_EACH_MEMORY, Compiled, compile_kernel
+from tests.unit.engine.triton.gpus import OF_EACH_MEMORY, Compiled, compile_kernel
 
 __all__ = ["compile_all"]
 
@@ -43,9 +43,9 @@ ROUNDING: list[tuple[Any, dict[str, Any], int]] = [
 
 def compile_all(capability: int) -> Iterator[Compiled]:
     """Yield every kernel between products, for each dtype on a GPU of each kind of memory."""
-    known = {"cosines": "*fp32", "sines": "*fp32", **SIZES, **NUMBERS}
     for dtype in ("bf16", "fp16", "fp32") if capability in OF_EACH_MEMORY else ("bf16",):
-        for kernel, constants in () if capability == FP8_ALONE else KERNELS:
+        known = {"cosines": "*fp32", "sines": "*fp32", **SIZES, **NUMBERS}
+        for kernel, constants in KERNELS:
             types = {name: known.get(name, f"*{dtype}") for name in kernel.arg_names}
             compiled = compile_kernel(kernel, capability, types, constants)
             compiled.check()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from services.engine.model.attention import prompt_kernels, wide_kernel
 from services.engine.model.attention.paged_tiles import power_of_two
 from services.engine.model.attention.wide_kernel import WIDE_TILES, WideTile
-from tests.unit.engine.triton.gpus import FP8_ALONE, SHARED_MEMORY, Compiled, compile_kernel
+from tests.unit.engine.triton.gpus import SHARED_MEMORY, Compiled, compile_kernel
 
 __all__ = ["compile_all"]
 
@@ -31,15 +31,11 @@ def compile_all(capability: int) -> Iterator[Compiled]:
     gather = {"page_size": 64, "width": 128, "columns": 1024}
     gather |= {"tile_tokens": 8, "tile_columns": 1024}
     plain = {"exponents": None, "page_stride": 64 * 1024}
-    if capability != FP8_ALONE:
-        kernel = prompt_kernels._gather_tokens
-        yield compile_kernel(kernel, capability, TYPES, gather | plain, ALIGNED)
+    yield compile_kernel(prompt_kernels._gather_tokens, capability, TYPES, gather | plain, ALIGNED)
     if capability >= FP8:
         types = TYPES | {"pages": "*fp8e4nv", "exponents": "*u8"}
         sizes = gather | {"page_stride": 64 * (1024 + 8)}
         yield compile_kernel(prompt_kernels._gather_tokens, capability, types, sizes, ALIGNED)
-    if capability == FP8_ALONE:
-        return
     absences: tuple[dict[str, None], ...] = (
         {},
         {"right": None, "right_sums": None},

@@ -14,7 +14,6 @@ from triton.compiler import ASTSource
 
 __all__ = [
     "DEPENDENT_FROM",
-    "FP8_ALONE",
     "OF_EACH_MEMORY",
     "SHARED_MEMORY",
     "Compiled",
@@ -32,11 +31,6 @@ DEPENDENT_FROM = 90
 """Least compute capability with programmatic dependent launch"""
 OF_EACH_MEMORY = (80, 90)
 """A compute capability with the least shared memory, and one with the most"""
-FP8_ALONE = 89
-"""A compute capability for which only kernels of FP8 are compiled
-
-Of the others, it has the layouts, matrix instructions and shared memory of 8.0.
-"""
 WEIGHTS = {"weight", "codes"}
 """Parameters that a kernel may read before those in front of it have ended"""
 _MOST_STACK = 128

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.unit.engine.triton.gpus import FP8_ALONE, SHARED_MEMORY
+from tests.unit.engine.triton.gpus import SHARED_MEMORY
 
 ROOT = Path(__file__).parents[4]
 LEAST_CAPABILITIES = {
@@ -55,7 +55,6 @@ def compiled() -> dict[int, set[str]]:
     for line in done.stdout.splitlines():
         name, target, *_ = line.split()
         names[int(target.removeprefix("sm_"))].add(name)
-    names[FP8_ALONE] |= names[80]
     return names
 
 
