@@ -133,10 +133,7 @@ def _has_weight(file: GgufFile, name: str) -> bool:
 
 
 def _special_ids(file: GgufFile) -> dict[str, Json]:
-    """Return the ids that begin and end a text, among them the id that ends a turn.
-
-    The ids that are never generated are among them, too.
-    """
+    """Return the ids that begin and end a text or a turn, and those that are never generated."""
     ends = [
         file.integer(key)
         for name in ("eos", "eot", "eom")
@@ -145,6 +142,7 @@ def _special_ids(file: GgufFile) -> dict[str, Json]:
     found: dict[str, Json] = {"eos_token_id": list(dict.fromkeys(ends))}
     if "tokenizer.ggml.bos_token_id" in file.metadata:
         found["bos_token_id"] = file.integer("tokenizer.ggml.bos_token_id")
-    if file.metadata.get(key := "tokenizer.ggml.suppress_tokens"):
-        found["suppress_tokens"] = [*file.integers(key, 0)]
+    suppressed = file.metadata.get("tokenizer.ggml.suppress_tokens")
+    if isinstance(suppressed, list) and suppressed:
+        found["suppress_tokens"] = [*suppressed]
     return found

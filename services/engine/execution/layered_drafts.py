@@ -38,8 +38,8 @@ class LayeredDrafts(HeadDrafts):
     _sizes: Sequence[MixedSize] = ()
     """Sizes of padded passes, largest first"""
     _inputs: Tensor
-    """What rows read, int64 [2, layers, tokens]: indices of ids among draft tokens of all layers
-    and the known ids behind these, and the known ids"""
+    """Ids that rows read, int64 [2, layers, tokens]: their indices among the draft tokens of all
+    layers and the known ids behind these; then the known ids themselves"""
     _reserved_inputs: Tensor
     """Memory of those that graphs read"""
 

@@ -62,9 +62,9 @@ def test_biased_experts_without_their_function_are_refused(tmp_path: Path) -> No
 
 def test_suppressed_ids_of_a_file_are_read(tmp_path: Path) -> None:
     """Gemma 4's files exclude the ends of images and sounds from answers."""
-    ids: dict[str, list[int]] = {"tokenizer.ggml.suppress_tokens": [3, 2]}
+    ids: dict[str, list[int]] = {"tokenizer.ggml.suppress_tokens": [3, -1, 2]}  # -1: no id
     write(tmp_path / "model.gguf", "llama", lists=ids)
-    assert config_of(GgufFile(tmp_path / "model.gguf"))["suppress_tokens"] == [3, 2]
+    assert config_of(GgufFile(tmp_path / "model.gguf"))["suppress_tokens"] == [3, -1, 2]
     write(tmp_path / "none.gguf", "llama", lists={"tokenizer.ggml.suppress_tokens": []})
     assert "suppress_tokens" not in config_of(GgufFile(tmp_path / "none.gguf"))
 
