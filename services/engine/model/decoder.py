@@ -67,7 +67,9 @@ class Decoder(LayerStack):
 
     @property
     def can_tap(self) -> bool:
-        return not self.spec.num_streams and not self.spec.family.layer_norm
+        spec = self.spec
+        is_sum = not spec.num_streams and not spec.keeps_embedding
+        return is_sum and not spec.family.layer_norm
 
     def tap(self, depths: Sequence[int]) -> None:
         assert self.can_tap
@@ -261,8 +263,8 @@ class Decoder(LayerStack):
     def _project(self, index: int, buffers: Activations) -> None:
         layer = self._layers[index]
         read, normed = layer.residual.begin(buffers.residual), buffers.normed
-        if read.shape != normed.shape:
-            normed = self._operators.temporary(*read.shape)
+        if buffers.joined is not None and buffers.joined_normed is not None:
+            normed = buffers.joined_normed if read is buffers.joined else normed
         mixer, scratch = self._mixing(index, buffers)
         if not mixer.is_empty:
             self._norm(read, layer.mixer_norm, normed)
@@ -275,7 +277,7 @@ class Decoder(LayerStack):
         rows = None if outputs is None else outputs.indices
         if buffers.inputs is not None:
             self._operators.keep(buffers.inputs.whole, rows)
-        for part in (buffers.streams, buffers.waiting):
+        for part in (buffers.streams, buffers.waiting, buffers.joined):
             if part is not None:
                 self._operators.keep(part, rows)
         if self._weights.tokens is not None:
@@ -305,8 +307,8 @@ class Decoder(LayerStack):
         super()._begin(batch, buffers)
         if self._weights.tokens is not None:
             self._weights.tokens.ids = batch.token_ids
-        if self.spec.keeps_embedding and buffers.streams is not None:
-            buffers.streams[:, 1] = buffers.hidden
+        if self.spec.keeps_embedding and buffers.joined is not None:
+            buffers.joined[:, self.spec.hidden_size :] = buffers.hidden
         inputs = self._weights.layer_inputs
         if inputs is not None and buffers.inputs is not None:
             inputs.compute(batch, buffers.hidden, buffers.normed, buffers.inputs.whole)
@@ -331,12 +333,15 @@ class Decoder(LayerStack):
 
     def _allocate(self, tokens: int) -> Activations:
         inputs, width = self._weights.layer_inputs, self.spec.hidden_size
+        joins, empty = self.spec.joins_inputs, self._operators.empty
         return replace(
             super()._allocate(tokens),
             inputs=None if inputs is None else inputs.allocate(tokens),
             streams=self._allocate_streams(tokens),
-            waiting=self._operators.empty(tokens, width) if self.spec.has_shortcuts else None,
-            tapped=tuple(self._operators.empty(tokens, width) for _ in self._taps),
+            waiting=empty(tokens, width) if self.spec.has_shortcuts else None,
+            joined=empty(tokens, 2 * width) if joins else None,
+            joined_normed=empty(tokens, 2 * width) if joins else None,
+            tapped=tuple(empty(tokens, width) for _ in self._taps),
         )
 
     def _allocate_streams(self, tokens: int) -> Tensor | None:

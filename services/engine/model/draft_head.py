@@ -26,8 +26,6 @@ __all__ = ["DraftHead", "HeadInputs"]
 class HeadInputs(ABC):
     """Inputs of a head's layer, made from embeddings and hidden states."""
 
-    num_streams = 0
-    """Number of streams of `ResidualRows` that the layer reads; 0: it reads `hidden`"""
     width: int
     """Width of the hidden states of the engine's model that a row reads"""
     embedding_width = 0
@@ -66,7 +64,6 @@ class DraftHead(Decoder):
         self._is_own = False
         super().__init__(spec, dtype, weights, operators, attention)
         self.runs_in_pieces = False
-        self._recording = None
 
     @property
     def draft_layers(self) -> int:
@@ -114,9 +111,3 @@ class DraftHead(Decoder):
             states, is_own = embedded.new_zeros(tokens, self._inputs.width), False
         self._inputs.fill(embedded, states, buffers.residual, is_own=is_own)
         self._rotaries.compute(batch.positions, buffers.rotations)
-
-    def _allocate_streams(self, tokens: int) -> Tensor | None:
-        count, width = self._inputs.num_streams, self.spec.hidden_size
-        if not count:
-            return None
-        return self._operators.empty(tokens, count * width).view(tokens, count, width)

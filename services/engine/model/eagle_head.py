@@ -57,8 +57,8 @@ class JoinedResidual(Residual):
 
     def begin(self, rows: ResidualRows) -> Tensor:
         """Leave `hidden` as it is. Return [n, 2 * hidden_size]."""
-        assert rows.streams is not None
-        return rows.streams.flatten(1)
+        assert rows.joined is not None
+        return rows.joined
 
     def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         """Leave `hidden` as the feed-forward layer has left it."""
@@ -75,10 +75,9 @@ class EagleInputs(HeadInputs):
     states_norm: Tensor
     epsilon: float
     operators: Operators
-    num_streams = 2
 
     def fill(self, embedded: Tensor, states: Tensor, rows: ResidualRows, *, is_own: bool) -> None:
-        assert rows.streams is not None
+        assert rows.joined is not None
         if is_own:
             rows.hidden.copy_(states)
         else:
@@ -86,8 +85,8 @@ class EagleInputs(HeadInputs):
             self.operators.arrange(states.contiguous(), arranged)
             self.fusion.into(arranged, rows.hidden)
         parts = (embedded, self.embedding_norm), (rows.hidden, self.states_norm)
-        for stream, (part, weight) in enumerate(parts):
-            rows.streams[:, stream] = rms_norm(part, weight.shape, weight, self.epsilon)
+        normed = [rms_norm(part, weight.shape, weight, self.epsilon) for part, weight in parts]
+        torch.cat(normed, dim=1, out=rows.joined)
 
     def following(self, hidden: Tensor) -> Tensor:
         return hidden.clone()

@@ -75,13 +75,17 @@ class Activations:
     """[tokens, streams, hidden_size], as in `ResidualRows`; None: there is only `hidden`"""
     waiting: Tensor | None
     """[tokens, hidden_size], as in `ResidualRows`"""
+    joined: Tensor | None = None
+    """[tokens, 2 * hidden_size], as in `ResidualRows`"""
+    joined_normed: Tensor | None = None
+    """[tokens, 2 * hidden_size], scratch space for `joined` in the layout of products"""
     tapped: tuple[Tensor, ...] = ()
     """Copies [tokens, hidden_size] of the residual between layers, which draft heads read"""
 
     @property
     def residual(self) -> ResidualRows:
         """The rows that layers read and add to."""
-        return ResidualRows(self.hidden, self.normed, self.streams, self.waiting)
+        return ResidualRows(self.hidden, self.normed, self.streams, self.waiting, self.joined)
 
     def inputs_of(self, layer: int) -> LayerRows | None:
         """Return the inputs that the tokens have for a layer alone."""
@@ -92,7 +96,8 @@ class Activations:
         """All buffers but the rotations."""
         mixing = (tensor for scratch in self.mixing for tensor in scratch.tensors)
         inputs = () if self.inputs is None else (self.inputs.whole, self.inputs.gated)
-        others = (each for each in (self.streams, self.waiting) if each is not None)
+        wide = (self.streams, self.waiting, self.joined, self.joined_normed)
+        others = (each for each in wide if each is not None)
         rows = (self.hidden, self.normed, *mixing, *self.inner, *self.spares)
         return *rows, *inputs, *others, *self.tapped
 
@@ -107,6 +112,8 @@ class Activations:
             None if self.inputs is None else self.inputs.first(tokens),
             None if self.streams is None else self.streams[:tokens],
             None if self.waiting is None else self.waiting[:tokens],
+            None if self.joined is None else self.joined[:tokens],
+            None if self.joined_normed is None else self.joined_normed[:tokens],
             tuple(each[:tokens] for each in self.tapped),
         )
 

@@ -54,6 +54,9 @@ class LayeredHead(DraftHead):
         """is_chained: each layer but the first reads the output of the one before; else all read
         hidden states of the engine's model."""
         super().__init__(spec, dtype, weights, operators, attention, layers[0].inputs)
+        self._recordings = [
+            operators.recording(only_decodes=bool(spec.latent_layers)) for _ in layers
+        ]
         self._is_chained = is_chained
         self._number = 0
         """Number of the chosen layer"""
@@ -84,6 +87,7 @@ class LayeredHead(DraftHead):
         """
         self._number = number
         self._inputs, self._weights = self.layers[number].inputs, self._weights_of[number]
+        self._recording = self._recordings[number]
         is_own = self._is_chained and number > 0
         if not self._is_chained or number == self.spec.num_layers - 1:
             return self.run(batch, cache, states, is_own=is_own), states
@@ -96,3 +100,9 @@ class LayeredHead(DraftHead):
         self, batch: StepBatch, cache: KVCache, buffers: Activations, kept: Activations
     ) -> None:
         self._run_last(self._number, batch, cache, buffers, kept)
+
+    def _grow(self, tokens: int) -> None:
+        super()._grow(tokens)
+        for recording in self._recordings:
+            if recording is not None:
+                recording.discard()

@@ -20,11 +20,14 @@ class ResidualRows:
     normed: Tensor
     """[n, hidden_size] in the layout of products, scratch space between the parts of a layer"""
     streams: Tensor | None
-    """[n, streams, hidden_size]: the streams of AltUp or hyper-connections, or the residual before
-    a shared block and the embedding; None: there is only `hidden`"""
+    """[n, streams, hidden_size]: the streams of AltUp or hyper-connections; None: there is only
+    `hidden`"""
     waiting: Tensor | None = None
     """[n, hidden_size], output of experts that joins the residual at the end of the next layer;
     None: there are no such experts"""
+    joined: Tensor | None = None
+    """[n, 2 * hidden_size], input of a mixer that reads two parts side by side: the residual before
+    a shared block and the embedding, or what a draft head reads; None: there is no such mixer"""
 
 
 class Residual(ABC):

@@ -25,16 +25,16 @@ class BlockResidual(Residual):
 
     def begin(self, rows: ResidualRows) -> Tensor:
         """Keep the residual; return it with the embedding: [n, 2 * hidden_size]."""
-        streams = _streams(rows)
-        streams[:, 0] = rows.hidden
-        return streams.flatten(1)
+        _residual(rows).copy_(rows.hidden)
+        assert rows.joined is not None
+        return rows.joined
 
     def bypass(self, rows: ResidualRows) -> None:
         """Clear `hidden`: the feed-forward layer reads attention's output alone."""
         rows.hidden.zero_()
 
     def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
-        rows.hidden.add_(_streams(rows)[:, 0])
+        rows.hidden.add_(_residual(rows))
 
 
 class AfterBlock(Residual):
@@ -46,7 +46,7 @@ class AfterBlock(Residual):
         return rows.hidden
 
     def bypass(self, rows: ResidualRows) -> None:
-        rows.hidden.copy_(_streams(rows)[:, 0])
+        rows.hidden.copy_(_residual(rows))
 
     def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         """Leave `hidden` as the mixer has left it."""
@@ -112,6 +112,7 @@ class DepthGate(Gate):
         self._operators.arrange(activated(self._activation, product), out)
 
 
-def _streams(rows: ResidualRows) -> Tensor:
-    assert rows.streams is not None, "the model keeps no embedding"
-    return rows.streams
+def _residual(rows: ResidualRows) -> Tensor:
+    """Return the residual before the block, [n, hidden_size]."""
+    assert rows.joined is not None, "the model keeps no embedding"
+    return rows.joined[:, : rows.hidden.shape[1]]

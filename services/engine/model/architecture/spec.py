@@ -148,18 +148,20 @@ class ModelSpec(ModelLayers):
         return any(layer.shared_block is not None for layer in self.layers)
 
     @property
+    def joins_inputs(self) -> bool:
+        """True if mixers read twice the residual's width: two parts side by side."""
+        return any(layer.input_width for layer in self.attention_layers.values())
+
+    @property
     def has_shortcuts(self) -> bool:
         """True if the output of some experts joins the residual at the end of the next layer."""
         return any(layer.follows_shortcut for layer in self.layers)
 
     @property
     def num_streams(self) -> int:
-        """Number of streams of AltUp, of hyper-connections, or that shared blocks read; 0: the
-        residual is a sum."""
+        """Number of streams of AltUp or of hyper-connections; 0: the residual is a sum."""
         streams = self.layers[0].altup or self.layers[0].hyper
-        if streams is None:
-            return 2 if self.keeps_embedding else 0
-        return streams.streams
+        return 0 if streams is None else streams.streams
 
     @staticmethod
     def from_config(values: Mapping[str, Json], file: str = "config.json") -> "ModelSpec":

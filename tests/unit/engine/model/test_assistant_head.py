@@ -49,10 +49,10 @@ def test_logits_are_those_of_transformers(family: str, ordered: bool, tmp_path: 
     drafts = AssistantDrafts(head, feeder.cache, decoder.spec.vocab_size, 64)
     drafts.warm_up()
     tables = [feeder.batch([(0, 0)]).block_tables[0].tolist()] * len(layer_groups(decoder.spec))
-    logits = []
+    logits, pages = [], head.pages_of(feeder.cache)
     for number, token in enumerate(ids[LENGTH:]):
         batch = drafts._batch([token[None].int().numpy()], [LENGTH], tables)
-        hidden = head.run(batch, head.pages_of(feeder.cache), states, is_own=number > 0)
+        hidden = head.run(batch, pages, states, is_own=number > 0)
         states = head.following_states(hidden)
         logits.append(head.logits(hidden)[0].clone())
         assert not head.has_argmax or head.argmax(hidden)[0] == logits[-1].argmax()
