@@ -85,18 +85,23 @@ def _rows(context: Context, name: str, path: Path, layers: int) -> Rows:
             for drafts in both:
                 drafts.make([DraftPart(sequence, int(layers > 0), tokens, 0)])
         for count in context.size((1, 8, _STREAMS), (1, 3)):
-            yield {"drafts": name, **_compare(context, both, sequences[:count], layers)}
+            for rows in (layers,) if layers > 1 else (1, _LENGTH):
+                yield {"drafts": name, **_compare(context, both, sequences[:count], layers, rows)}
     release()
 
 
 def _compare(
-    context: Context, both: Sequence[DraftModel], sequences: Sequence[TokenSequence], layers: int
+    context: Context,
+    both: Sequence[DraftModel],
+    sequences: Sequence[TokenSequence],
+    layers: int,
+    rows: int,
 ) -> Row:
     """Return the times of a draft, and the share of tokens that are the same in both ways.
 
-    both: drafts with graphs and without them.
+    both: drafts with graphs and without them. rows: tokens of each sequence in the first pass.
     """
-    rows, length = max(layers, 1), layers if layers > 1 else _LENGTH
+    length = layers if layers > 1 else _LENGTH
     parts = [DraftPart(each, each.length - rows, each.length, length) for each in sequences]
     made = [drafts.make(parts).tokens for drafts in both]
     pairs = zip(*map(chain.from_iterable, made), strict=True)
@@ -108,6 +113,7 @@ def _compare(
             waits = _milliseconds(context, both[0], parts)
     return {
         "streams": len(sequences),
+        "tokens in the first pass": rows,
         "tokens of a draft": length,
         "ms with graphs": _milliseconds(context, both[0], parts),
         "ms with graphs, the host waits for each": waits,

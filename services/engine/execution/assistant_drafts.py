@@ -56,6 +56,10 @@ class AssistantDrafts(HeadDrafts):
         for capture in self.captures:
             capture()
 
+    def _chunk_sizes(self, tokens: int, rows: int, blocks: int) -> Sequence[MixedSize]:
+        """Return none: each pass computes the newest token of each sequence alone."""
+        return ()
+
     def _lay_out(
         self,
         ids: Sequence[Ids],

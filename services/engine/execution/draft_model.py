@@ -15,7 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.batch.buckets import MixedSize, decode_sizes, row_bucket
+from services.engine.batch.buckets import (
+    MixedSize,
+    decode_sizes,
+    least_size,
+    mixed_sizes,
+    row_bucket,
+)
 from services.engine.batch.filling import fill_lengths, fill_output_rows, fill_slots
 from services.engine.batch.staging import Staging
 from services.engine.batch.step_batch import OutputRows, PaddedStep, StepBatch
@@ -27,7 +33,11 @@ from services.engine.model.attention import KVCache
 from services.engine.model.model import Model
 from services.engine.scheduling.draft_plan import DraftLimits, DraftPart, DraftResult, PassTime
 
-__all__ = ["DraftModel", "Ids", "Place", "count_longer"]
+__all__ = ["MOST_GRAPH_TOKENS", "DraftModel", "Ids", "Place", "count_longer"]
+
+MOST_GRAPH_TOKENS = 256
+"""Most tokens of a pass over several tokens of each sequence with a graph; longer passes read
+prompts"""
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -78,6 +88,11 @@ class DraftModel:
         self.host_clock = host_clock
         self._staging = Staging(decoder.device)
         self._graphs: StepGraphs | None = None
+        """Graphs of passes over one token of each sequence"""
+        self._chunk_graphs: StepGraphs | None = None
+        """Graphs of passes over several tokens of each sequence"""
+        self._sizes: Sequence[MixedSize] = ()
+        """Sizes to which such passes are padded, largest first"""
         self._spare = [cache.num_blocks - 1]
         """Block that padded rows write to"""
         self.captures: Sequence[Callable[[], None]] = ()
@@ -85,18 +100,27 @@ class DraftModel:
         self.limits = DraftLimits(decoder.spec.context_length, pass_tokens)
 
     def reserve(self, capacity: StepCapacity, num_blocks: int) -> None:
-        """Pad passes over one token of each sequence, and run them as CUDA graphs on a GPU.
+        """Pad passes, and run them as CUDA graphs on a GPU; those that read prompts stay as they
+        are.
 
         capacity: size of the largest pass. num_blocks: most blocks of the tables of a pass, which
         bound the sizes of graphs. Padding writes to the last block of the cache.
         """
         rows = row_bucket(capacity.sequences)
         tokens = max(capacity.tokens, rows)
-        self._staging.reserve(tokens, rows, capacity.blocks)
+        self._sizes = self._chunk_sizes(min(tokens, MOST_GRAPH_TOKENS), rows, capacity.blocks)
+        widest = max([capacity.blocks, *(size.width for size in self._sizes)])
+        self._staging.reserve(tokens, rows, widest)
         self._decoder.reserve(tokens, rows)
         self._graphs = self._make_graphs(is_first=False)
+        self._chunk_graphs = StepGraphs(self._decoder, self._cache, self._run_chunks)
         sizes = decode_sizes(capacity.sequences, capacity.blocks, num_blocks)
-        self.captures = [partial(self._capture, *size) for size in sizes]
+        chunks = [partial(self._capture_chunks, size) for size in self._sizes]
+        self.captures = [*chunks, *(partial(self._capture, *size) for size in sizes)]
+
+    def _chunk_sizes(self, tokens: int, rows: int, blocks: int) -> Sequence[MixedSize]:
+        """Return the sizes of passes over several tokens of each sequence, as `mixed_sizes`."""
+        return mixed_sizes(tokens, rows, blocks)
 
     def warm_up(self) -> None:
         """Run the first passes, which take longer than later ones, and capture all graphs."""
@@ -109,6 +133,12 @@ class DraftModel:
         """Capture the graphs of passes of a size. width: columns of the block tables."""
         assert self._graphs is not None
         self._graphs.capture(self._build_padding(rows, width))
+
+    @torch.inference_mode()
+    def _capture_chunks(self, size: MixedSize) -> None:
+        """Capture the graph of passes over several tokens of each sequence, of a size."""
+        assert self._chunk_graphs is not None
+        self._chunk_graphs.capture(self._build([], [], [], [], size=size))
 
     def _make_graphs(self, *, is_first: bool) -> StepGraphs:
         """Return graphs of `_pass`."""
@@ -153,15 +183,14 @@ class DraftModel:
         if all(part.count == 1 for part in parts):
             batch, first = self._lay_out(ids, parts, 0, self._padding(len(parts))), 0
         else:
-            hidden = self._compute(self._lay_out(ids, parts, 0), is_first=True)
-            drawn = self._draw(hidden[: count_longer(parts, 0)])
-            yield drawn
+            drawn = self._draw_behind_chunks(ids, parts)
+            yield drawn[: count_longer(parts, 0)]
             parts, first = parts[: count_longer(parts, 1)], 1
             if not parts:
                 return
             unknown = [np.zeros(1, dtype=np.int32)] * len(parts)
             batch = self._lay_out(unknown, parts, 1, self._padding(len(parts)))
-            self._hand_on(batch, hidden[: len(parts)], drawn[: len(parts)])
+            self._write_ids(batch, drawn[: len(parts)])
         places = self._places(parts, range(first, longest), len(batch.token_ids))
         moves = to_device(torch.tensor(places), self._decoder.device)
         for number in range(first, longest):
@@ -176,6 +205,32 @@ class DraftModel:
 
     def _begin(self, parts: Sequence[DraftPart]) -> None:
         """Prepare the first pass over these parts, in the order of the batch."""
+
+    def _draw_behind_chunks(self, ids: Sequence[Ids], parts: Sequence[DraftPart]) -> Tensor:
+        """Run `_run_chunks`, as a graph if there is one for so many tokens."""
+        size = self._size_of(parts)
+        batch = self._lay_out(ids, parts, 0, size=size)
+        if size is None or self._chunk_graphs is None:
+            return self._run_chunks(batch, count_longer(parts, 0))
+        return self._chunk_graphs.run(batch).clone()
+
+    def _size_of(self, parts: Sequence[DraftPart]) -> MixedSize | None:
+        """Return the size to which a pass over several tokens of each sequence is padded.
+
+        None = it is not padded, because there is no size for so many tokens.
+        """
+        tokens, count = sum(part.count for part in parts), len(parts)
+        blocks = max(len(each.sequence.tables[0].blocks) - each.first_block for each in parts)
+        return least_size(self._sizes, tokens, count, count, blocks)
+
+    def _run_chunks(self, batch: StepBatch, drafting: int | None = None) -> Tensor:
+        """Compute several tokens of each sequence. Return the ids that are drawn, as `_draw` does.
+
+        drafting: number of sequences for which ids are drawn, the first ones; None = all.
+        """
+        hidden = self._compute(batch, is_first=True)[:drafting]
+        self._keep_own(hidden)
+        return self._draw(hidden)
 
     def _run(self, batch: StepBatch, *, is_first: bool, is_last: bool) -> Tensor:
         """Run `_pass`, as a graph if there are graphs."""
@@ -196,15 +251,19 @@ class DraftModel:
         hidden = self._compute(batch, is_first=is_first)
         drawn = self._draw(hidden)
         if not is_last:
-            self._hand_on(batch, hidden, drawn)
+            self._write_ids(batch, drawn)
+            self._keep_own(hidden)
         return drawn
 
     def _compute(self, batch: StepBatch, *, is_first: bool) -> Tensor:
         """Compute a batch. Return hidden states as `Model.forward` does."""
         return self._decoder.forward(batch, self._cache)
 
-    def _hand_on(self, batch: StepBatch, hidden: Tensor, drawn: Tensor) -> None:
-        """Leave in the batch what the next pass reads of this one's results."""
+    def _keep_own(self, hidden: Tensor) -> None:
+        """Keep of a pass's results what the next pass reads beside ids. A model reads nothing."""
+
+    def _write_ids(self, batch: StepBatch, drawn: Tensor) -> None:
+        """Write the ids that the next pass reads into its batch."""
         torch.clamp(drawn, 0, self._most_id, out=batch.token_ids[: drawn.shape[0]])
 
     def _places(

@@ -70,7 +70,7 @@ class HeadDrafts(DraftModel):
         super().reserve(capacity, num_blocks)
         self._first_graphs = self._make_graphs(is_first=True)
         rows = row_bucket(capacity.sequences)
-        self._reserve_states(rows)
+        self._reserve_states(max([rows, *(size.tokens for size in self._sizes)]))
         self._own_states = self._own_states.new_zeros(rows, self._head.own_width)
 
     def _reserve_states(self, rows: int) -> None:
@@ -107,8 +107,7 @@ class HeadDrafts(DraftModel):
     def _graphs_of(self, *, is_first: bool) -> StepGraphs | None:
         return self._first_graphs if is_first else self._graphs
 
-    def _hand_on(self, batch: StepBatch, hidden: Tensor, drawn: Tensor) -> None:
-        super()._hand_on(batch, hidden, drawn)
+    def _keep_own(self, hidden: Tensor) -> None:
         following = self._head.following_states(hidden)
         if self._graphs is None:
             self._own_states = following

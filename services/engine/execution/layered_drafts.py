@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.engine.batch.buckets import MixedSize, least_size, mixed_sizes, row_bucket
+from services.engine.batch.buckets import MixedSize, row_bucket
 from services.engine.batch.step_batch import StepBatch
 from services.engine.batch.transfer import Laps, to_device
-from services.engine.execution.draft_model import count_longer
+from services.engine.execution.draft_model import MOST_GRAPH_TOKENS, count_longer
 from services.engine.execution.head_drafts import HeadDrafts
 from services.engine.execution.model_runner import StepCapacity
 from services.engine.execution.step_graphs import StepGraphs
@@ -21,9 +21,6 @@ from services.engine.model.layered_head import LayeredHead
 from services.engine.scheduling.draft_plan import DraftPart, DraftResult, PassTime
 
 __all__ = ["LayeredDrafts"]
-
-_MOST_GRAPH_TOKENS = 256
-"""Most tokens of a pass with a graph; longer passes read prompts"""
 
 
 class LayeredDrafts(HeadDrafts):
@@ -35,8 +32,6 @@ class LayeredDrafts(HeadDrafts):
     """
 
     _head: LayeredHead
-    _sizes: Sequence[MixedSize] = ()
-    """Sizes of padded passes, largest first"""
     _inputs: Tensor
     """Ids that rows read, int64 [2, layers, tokens]: their indices among the draft tokens of all
     layers and the known ids behind these; then the known ids themselves"""
@@ -46,8 +41,8 @@ class LayeredDrafts(HeadDrafts):
     def reserve(self, capacity: StepCapacity, num_blocks: int) -> None:
         """Pad passes as steps with prompts are padded, and run them as CUDA graphs on a GPU."""
         rows = row_bucket(capacity.sequences)
-        most = min(max(capacity.tokens, rows), _MOST_GRAPH_TOKENS)
-        self._sizes = mixed_sizes(most, rows, capacity.blocks)
+        most = min(max(capacity.tokens, rows), MOST_GRAPH_TOKENS)
+        self._sizes = self._chunk_sizes(most, rows, capacity.blocks)
         widest = max([capacity.blocks, *(size.width for size in self._sizes)])
         self._staging.reserve(max(capacity.tokens, rows), rows, widest)
         self._decoder.reserve(max(capacity.tokens, rows), rows)
@@ -55,13 +50,8 @@ class LayeredDrafts(HeadDrafts):
         device = self._decoder.device
         inputs = torch.zeros(2, self.limits.layers, most, dtype=torch.int64, device=device)
         self._inputs = self._reserved_inputs = inputs
-        self._graphs = StepGraphs(self._decoder, self._cache, self._run_layers)
-        self.captures = [partial(self._capture_size, size) for size in self._sizes]
-
-    @torch.inference_mode()
-    def _capture_size(self, size: MixedSize) -> None:
-        assert self._graphs is not None
-        self._graphs.capture(self._build([], [], [], [], size=size))
+        self._chunk_graphs = StepGraphs(self._decoder, self._cache, self._run_layers)
+        self.captures = [partial(self._capture_chunks, size) for size in self._sizes]
 
     @torch.inference_mode()
     def make(self, parts: Sequence[DraftPart]) -> DraftResult:
@@ -72,11 +62,11 @@ class LayeredDrafts(HeadDrafts):
         placed = [parts[i] for i in order]
         self._begin(placed)
         size = self._size_of(placed)
-        if self._graphs is None or size is None:
+        if self._chunk_graphs is None or size is None:
             drafting = [count_longer(placed, number) for number in range(self.limits.layers)]
             drawn = self._run_layers(self._prepare(placed), drafting)
         else:
-            drawn = self._graphs.run(self._prepare(placed, size))
+            drawn = self._chunk_graphs.run(self._prepare(placed, size))
         laps.end()
         made: list[list[int]] = [[] for _ in parts]
         for i, tokens in zip(order, drawn.T.tolist(), strict=False):
@@ -84,12 +74,6 @@ class LayeredDrafts(HeadDrafts):
             made[i] = list(draft)[: parts[i].length]
         [seconds] = laps.seconds()
         return DraftResult(made, [PassTime(sum(part.count for part in parts), seconds)])
-
-    def _size_of(self, parts: Sequence[DraftPart]) -> MixedSize | None:
-        """Return the size to which a pass is padded; None = there is none for so many tokens."""
-        tokens, count = sum(part.count for part in parts), len(parts)
-        blocks = max(len(each.sequence.tables[0].blocks) - each.first_block for each in parts)
-        return least_size(self._sizes, tokens, count, count, blocks)
 
     def _prepare(self, parts: Sequence[DraftPart], size: MixedSize | None = None) -> StepBatch:
         """Return the batch of a pass, and leave in `_inputs` what its layers read."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from services.engine.batch.step_batch import StepBatch
 from services.engine.execution import draft_model
 from services.engine.execution.batch_builder import DeviceTokens
+from services.engine.execution.draft_model import Ids
 from services.engine.execution.head_drafts import HeadDrafts
 from services.engine.execution.model_runner import ModelRunner, StepCapacity
 from services.engine.messages import GrantCredit, RequestDone, Token
@@ -160,28 +161,40 @@ def test_good_drafts_save_most_steps_and_are_reported(
     assert len(done) == 3
 
 
-def test_first_passes_over_one_token_of_each_sequence_run_as_graphs(
-    useless: tuple[Decoder, EagleHead], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pair", ["useless", "repeating"])
+def test_first_passes_run_as_graphs(
+    pair: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Behind rejected drafts, the head reads the model's hidden states of one token."""
+    """Behind rejected drafts, the head reads the model's hidden states of one token; behind
+    accepted ones, and behind steps without drafts, those of several."""
     monkeypatch.setattr(draft_model, "StepGraphs", CheckedGraphs)
     CheckedGraphs.runs = 0
     passes: list[bool] = []
+    several: list[Sequence[DraftPart]] = []
+    places: set[int] = set()
 
     class NotingDrafts(FreeHeadDrafts):
+        def _draw_behind_chunks(self, ids: Sequence[Ids], parts: Sequence[DraftPart]) -> Tensor:
+            several.append(parts)
+            places.add(self._states.data_ptr())
+            return super()._draw_behind_chunks(ids, parts)
+
         def _run(self, batch: StepBatch, *, is_first: bool, is_last: bool) -> Tensor:
             passes.append(is_first)
+            places.add(self._states.data_ptr())
             return super()._run(batch, is_first=is_first, is_last=is_last)
 
-    decoder, head = useless
+    decoder, head = request.getfixturevalue(pair)
     requests = [make_request(i, [[5 + i, 9]], max_tokens=60) for i in range(3)]
     plain = tokens_of(run(make_loop(decoder), requests))
     loop = make_loop(
         decoder, draft=head.model, targets=head.targets, padded=True, head_drafts=NotingDrafts
     )
     assert tokens_of(run(loop, requests)) == plain
-    assert CheckedGraphs.runs == len(passes)
+    assert CheckedGraphs.runs == len(passes) + len(several)
+    assert len(places) == 1, "a graph reads the states of its capture"
     assert any(passes)
+    assert any(part.start > 1 and part.count > 1 for parts in several for part in parts)
 
 
 def test_head_of_the_embedded_model_drafts_what_it_would_say(embedded_model: Path) -> None:
