@@ -7,6 +7,7 @@ from typing import NoReturn
 from services.common.process import collector_paused, open_standard_files, raise_file_limit
 from services.common.settings import StartupError, parse, print_startup_error
 from services.common.standby import STANDBY, awaited_arguments
+from services.engine.deferred_modules import defer_torch_modules
 from services.engine.frontend.child_process import Child, limit_thread_spinning
 from services.engine.frontend.loop_client import spawn_loop
 from services.engine.ranks.rank import Rank
@@ -17,6 +18,7 @@ _PROGRAM, _PREFIX = "python -m services.engine", "TOKENWIRE_ENGINE"
 
 def _follow(settings: EngineSettings) -> NoReturn:
     limit_thread_spinning()
+    defer_torch_modules()
     # imported only here, because the gRPC process of rank 0 must stay free of torch
     with collector_paused():
         from services.engine.loop.follower_process import run

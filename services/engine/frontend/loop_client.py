@@ -7,6 +7,7 @@ from typing import Any
 
 from services.common.process import collector_paused
 from services.common.settings import StartupError
+from services.engine.deferred_modules import defer_torch_modules
 from services.engine.frontend.child_process import Child, ChildProcess, spawn
 from services.engine.messages import Command, LoopFailed, StepOutput
 from services.engine.model_description import ModelDescription
@@ -63,6 +64,7 @@ class LoopClient:
 
 def _run(link: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gRPC process decides when to stop
+    defer_torch_modules()
     # imported only in the loop process, because the gRPC process must stay free of torch
     with collector_paused():
         from services.engine.loop.loop_process import run

@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
+from services.engine.deferred_modules import load_meta_kernels
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.model_code import architecture_in_transformers
 from services.engine.model.transformers_code.calls import TRIAL
@@ -40,6 +41,7 @@ def build_skeleton(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     parsed = _parsed(config, kind, architecture)
     if (reason := _reason(parsed)) is not None:
         raise refusal(config.file, architecture, reason)
+    load_meta_kernels()
     try:
         with _quiet(), torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
