@@ -152,6 +152,11 @@ class CheckpointSettings:
         Path(), "Directory of the checkpoint in the Hugging Face format, or GGUF file."
     )
     model_id: str = setting("", "Name of the model for clients and metrics; empty = the file's.")
+    mmproj: str = setting(
+        "",
+        "mmproj file with the vision tower of a model in a GGUF file; empty = the one in its "
+        "directory that fits, if there is one.",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,9 @@ and `fused_gate` is true if gate and up of a gated layer are one tensor. `rotary
 if RoPE has sections of an image's axes; then the pairs of GLM-4V lie half of the rotated part
 apart. `head` lists the modules of
 a head that scores texts, and `answers` is true if the two outputs of the head are the logits of yes
-and no. `file` is the path of the GGUF file, for errors."""
+and no. `decoder` is the architecture of the text model beside a vision tower, and `refused_images`
+says why the mmproj files beside the model are not served. `file` is the path of the GGUF file, for
+errors."""
 
 _MATRIX = 2  # dimensions
 _FEED_FORWARD_BIASES = ("blk.0.ffn_up.bias", "blk.0.ffn_up_exps.bias")

@@ -15,6 +15,7 @@ from services.common.model_files.checkpoint_folder import (
     require_readable,
     served_name,
 )
+from services.common.model_files.mmproj_file import mmproj_beside
 from services.common.process import collector_paused
 from services.common.settings import CheckpointSettings, ServerSettings, StartupError
 from services.common.temporary_folder import TemporaryFolder
@@ -39,14 +40,17 @@ def opened(settings: S) -> Iterator[S]:
     if not isinstance(settings, CheckpointSettings):
         yield settings
         return
-    with opened_checkpoint(settings.model) as directory:
+    with opened_checkpoint(settings.model, settings.mmproj) as directory:
         name = settings.model_id or served_name(settings.model)
         yield replace(settings, model=directory, model_id=name)
 
 
 @contextmanager
-def opened_checkpoint(path: Path) -> Iterator[Path]:
+def opened_checkpoint(path: Path, mmproj: str | None = None) -> Iterator[Path]:
     """Yield the directory of a checkpoint in Hugging Face form.
+
+    mmproj: file with the vision tower of a GGUF file's model; empty = the one beside the model, if
+    one fits; None = text alone is read.
 
     For a GGUF file, and for a directory whose tokenizer is not a tokenizer.json, the directory is
     temporary and removed at the end. Raises StartupError for a path that holds no checkpoint.
@@ -58,6 +62,8 @@ def opened_checkpoint(path: Path) -> Iterator[Path]:
     except CheckpointFolderError as error:
         raise StartupError(str(error)) from None
     gguf = gguf_of(path)
+    if mmproj and gguf is None:
+        raise StartupError(f"--mmproj {mmproj} needs a model in a GGUF file. Start without it.")
     other = None if gguf or (path / _TOKENIZER).exists() else find_other_tokenizer(path)
     if gguf is None and other is None:
         yield path
@@ -66,7 +72,7 @@ def opened_checkpoint(path: Path) -> Iterator[Path]:
         try:
             if gguf is not None:
                 with collector_paused():  # each collection would visit every token
-                    write_checkpoint(gguf, directory)
+                    _write_gguf(gguf, directory, mmproj)
             elif other is not None:
                 _write_tokenizer(other, directory)
         except GgufError as error:
@@ -74,6 +80,14 @@ def opened_checkpoint(path: Path) -> Iterator[Path]:
         except TokenizerError as error:
             raise StartupError(f"{other} is not read: {error}.") from None
         yield directory
+
+
+def _write_gguf(file: Path, directory: Path, mmproj: str | None) -> None:
+    """Write the directory of a GGUF file. mmproj: as in `opened_checkpoint`. Raises GgufError."""
+    if mmproj:
+        write_checkpoint(file, directory, [Path(mmproj)], needs_mmproj=True)
+    else:
+        write_checkpoint(file, directory, () if mmproj is None else mmproj_beside(file))
 
 
 def _write_tokenizer(file: Path, directory: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.common.model_files.hub import HubCheckpoint
+from services.common.model_files.mmproj_file import is_mmproj
 
 __all__ = [
     "CheckpointFolderError",
@@ -166,8 +167,8 @@ def _of_index(path: Path) -> Iterator[str]:
 
 
 def _gguf_files(path: Path) -> list[Path]:
-    """Return the GGUF files of a directory, and only the first part of a split file."""
-    files = sorted(path.glob("*.gguf"))
+    """Return the models in GGUF files of a directory; a split file counts as its first part."""
+    files = sorted(file for file in path.glob("*.gguf") if not is_mmproj(file))
     return [file for file in files if not _PART.search(file.stem) or "-00001-of-" in file.name]
 
 

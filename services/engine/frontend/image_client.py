@@ -35,6 +35,7 @@ from services.engine.vision.support import (
     PROCESSORS,
     has_vision,
     lacks_image_settings,
+    refused_images,
     unserved_vision,
 )
 from tokenwire.errors import ServiceError
@@ -106,6 +107,8 @@ class ImageClient:
                 _LOG.warning("images are refused: the tower of %s is not supported", architecture)
             elif lacks_image_settings(settings.model):
                 _LOG.warning("images are refused: the model has no %s", " or ".join(PROCESSORS))
+            elif why := refused_images(settings.model):
+                _LOG.warning("images are refused: %s", why)
             return None
         reason = ""
         if not Rank.from_environment().is_alone:

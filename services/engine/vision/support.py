@@ -6,13 +6,23 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from services.common.gguf.checkpoint_files import MMPROJ
+from services.common.gguf.gguf_config import MARK
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE, VisionLanguage
 
-__all__ = ["PROCESSORS", "has_vision", "image_token_id", "lacks_image_settings", "unserved_vision"]
+__all__ = [
+    "PROCESSORS",
+    "has_vision",
+    "image_token_id",
+    "lacks_image_settings",
+    "refused_images",
+    "unserved_vision",
+]
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Files that may hold the settings of the image processor"""
+_REFUSED = "refused_images"
 _MOST_HEADER_BYTES = 100_000_000
 """Largest header of a safetensors file, as in the library safetensors"""
 
@@ -41,6 +51,15 @@ def unserved_vision(directory: Path) -> str | None:
     return family.architecture
 
 
+def refused_images(directory: Path) -> str | None:
+    """Return why the mmproj files beside a GGUF model are not served; None if none is refused."""
+    try:
+        mark = Config.read(directory / "config.json").section(MARK)
+        return mark.text(_REFUSED) if mark.has(_REFUSED) else None
+    except CheckpointError:
+        return None
+
+
 def image_token_id(config: Config) -> int:
     """Return the id that stands for one part of an image. Raises CheckpointError."""
     key = "image_token_id" if config.has("image_token_id") else "image_token_index"
@@ -48,6 +67,8 @@ def image_token_id(config: Config) -> int:
 
 
 def _holds_tower(directory: Path) -> bool:
+    if (directory / MMPROJ).is_dir():
+        return True
     family, names = _read(directory)
     return family is not None and _holds(names, family.vision)
 

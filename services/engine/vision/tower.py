@@ -8,12 +8,15 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from services.common.gguf.checkpoint_files import MMPROJ
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.checkpoint.tensors import Checkpoint, StoredTensor
+from services.engine.model.checkpoint.tensors import Checkpoint, StoredTensor, TensorFiles
 from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 from services.engine.vision.gemma3n import Gemma3nImages
+from services.engine.vision.mmproj_names import names_of
+from services.engine.vision.mmproj_tensors import MmprojTensors
 
 __all__ = ["load_tower", "reason_of"]
 
@@ -42,7 +45,7 @@ def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> Pre
         raise CheckpointError(f"{config.file}: images for {architecture} are not supported.")
     model = _without_weights(directory, architecture)
     wanted, patterns = model.state_dict(), VISION_LANGUAGE[architecture].vision
-    with Checkpoint(directory) as checkpoint:
+    with _open_tensors(directory, architecture, model.config) as checkpoint:
         weights = {
             name: tensor.to(device, dtype, copy=True)
             for name, tensor in _read(checkpoint, wanted, patterns)
@@ -77,6 +80,17 @@ def _without_weights(directory: Path, architecture: str) -> PreTrainedModel:
     return model
 
 
+def _open_tensors(
+    directory: Path, architecture: str, config: PreTrainedConfig
+) -> Checkpoint | MmprojTensors:
+    if not (directory / MMPROJ).is_dir():
+        return Checkpoint(directory)
+    vision = config.vision_config
+    heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
+    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
+    return MmprojTensors(directory, names_of(architecture), hidden=hidden, heads=heads)
+
+
 def _kind(architecture: str) -> Any:
     """Return the class of the model that encodes the images of an architecture."""
     if architecture == "Gemma3nForConditionalGeneration":
@@ -85,7 +99,7 @@ def _kind(architecture: str) -> Any:
 
 
 def _read(
-    checkpoint: Checkpoint, wanted: Mapping[str, Tensor], patterns: Sequence[str]
+    checkpoint: TensorFiles, wanted: Mapping[str, Tensor], patterns: Sequence[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the parameters and buffers of `wanted`.
 
@@ -100,7 +114,7 @@ def _read(
         yield name, checkpoint.tensor(each)
 
 
-def _stored_name(checkpoint: Checkpoint, name: str) -> str:
+def _stored_name(checkpoint: TensorFiles, name: str) -> str:
     """Return the name under which the files hold a parameter, `name` itself if they lack it."""
     names = [name, *(name.replace(new, old, 1) for new, old in _FILE_NAMES if name.startswith(new))]
     return next(

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from services.common.gguf.checkpoint_files import PARTS
+from services.common.gguf.checkpoint_files import MMPROJ, PARTS
 
 __all__ = ["tokenizer_fingerprint", "weight_files", "weights_fingerprint"]
 
@@ -43,10 +43,8 @@ def weights_fingerprint(
 
 def weight_files(directory: Path) -> list[Path]:
     """Return the files of a checkpoint that hold weights."""
-    parts = (directory / PARTS).glob("*") if (directory / PARTS).is_dir() else ()
-    patterns = ("*.safetensors", "*_linear.pt", "adapters/*/adapter_*")
-    files = [file for pattern in patterns for file in directory.glob(pattern)]
-    return sorted([*files, *parts])
+    patterns = ("*.safetensors", "*_linear.pt", "adapters/*/adapter_*", f"{PARTS}/*", f"{MMPROJ}/*")
+    return sorted(file for pattern in patterns for file in directory.glob(pattern))
 
 
 def tokenizer_fingerprint(directory: Path) -> str:

@@ -151,18 +151,19 @@ def gguf_family(family: Family, mark: Config) -> Family:
     moved the two of a RoPE pair of GLM-4V apart.
     mark: the keys of the config that describe the file.
     """
+    decoder = mark.text("decoder", family.architecture)
     names = _names(family.names, mark.flag("fused_qkv", False), family.gated)
     if family.has_single_parts:
         names = replace(names, feed_forward_norm="attn_norm")
-    if family.architecture in _POST_ATTENTION_NORM:
+    if decoder in _POST_ATTENTION_NORM:
         names = replace(names, feed_forward_norm="post_attention_norm")
-    if family.architecture in _ATTENTION_OUTPUT_NORM:
+    if decoder in _ATTENTION_OUTPUT_NORM:
         names = replace(names, feed_forward_norm="attn_output_norm")
-    if family.architecture in _UNFUSED_GATES:
+    if decoder in _UNFUSED_GATES:
         names = replace(names, gate=("ffn_gate", "ffn_up"))
-    if family.architecture == "MiniCPM3ForCausalLM":
+    if decoder == "MiniCPM3ForCausalLM":
         names = replace(names, latent=replace(_LATENT, expansion=("attn_kv_b",)))
-    if family.architecture == "HYV3ForCausalLM":
+    if decoder == "HYV3ForCausalLM":
         assert names.experts is not None
         names = replace(names, experts=replace(names.experts, choice_bias="exp_probs_b"))
     encoder = family.encoder
@@ -185,7 +186,7 @@ def gguf_family(family: Family, mark: Config) -> Family:
         parallel_norms=("attn_norm_2", "attn_norm"),
         norm_offset=False,
         transposed=False,
-        interleaved_rotary=keeps_pairs or family.architecture in _INTERLEAVED,
+        interleaved_rotary=keeps_pairs or decoder in _INTERLEAVED,
     )
 
 

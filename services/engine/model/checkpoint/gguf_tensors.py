@@ -132,15 +132,18 @@ class GgufTensors(TensorFiles):
 
     has_peft_names = False
 
-    def __init__(self, directory: Path, *, maps: bool = False, drafts: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *, maps: bool = False, drafts: bool = False, part: str = PARTS
+    ) -> None:
         """Read the headers. Raises CheckpointError for a damaged or truncated file.
 
-        drafts: whether layers that make draft tokens are read, too.
+        drafts: whether layers that make draft tokens are read, too. part: subdirectory of the links
+        to the file's parts.
         """
         super().__init__(directory, maps=maps)
         self._places: dict[str, _Place] = {}
         try:
-            file = GgufFile(min((directory / PARTS).iterdir()))
+            file = GgufFile(min((directory / part).iterdir()))
         except GgufError as error:
             raise CheckpointError(str(error)) from None
         self._maps: dict[Path, _MappedFile] = {
