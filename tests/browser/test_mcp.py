@@ -39,22 +39,29 @@ async def running_tools(page_origin: str, port: int) -> AsyncIterator[str]:
     await draining
 
 
-@pytest.fixture
-async def tools(browser: Browser, stack: Stack) -> AsyncIterator[tuple[Page, str]]:
-    """The playground of a shim that allows one MCP server, and the URL of that server."""
+@pytest.fixture(scope="module")
+async def servers(stack: Stack) -> AsyncIterator[tuple[str, str]]:
+    """The URLs of a shim that allows one MCP server, and of that server."""
     (port,) = free_ports(1)
     allowed = ("--mcp-origins", f"http://127.0.0.1:{port}")
     async with (
         running_shim("--tokenizer", stack.tokenizer, *allowed) as shim,
         running_tools(shim.url, port) as url,
     ):
-        context = await browser.new_context(viewport={"width": 1280, "height": 800})
-        context.set_default_timeout(WAIT_MILLISECONDS)
-        page = await context.new_page()
-        await page.goto(shim.url)
-        await page.wait_for_selector("#model option", state="attached")
-        yield page, url
-        await context.close()
+        yield shim.url, url
+
+
+@pytest.fixture
+async def tools(browser: Browser, servers: tuple[str, str]) -> AsyncIterator[tuple[Page, str]]:
+    """The playground of the shim in a new profile, and the URL of the MCP server."""
+    playground, url = servers
+    context = await browser.new_context(viewport={"width": 1280, "height": 800})
+    context.set_default_timeout(WAIT_MILLISECONDS)
+    page = await context.new_page()
+    await page.goto(playground)
+    await page.wait_for_selector("#model option", state="attached")
+    yield page, url
+    await context.close()
 
 
 async def add_server(page: Page, url: str) -> None:
