@@ -168,6 +168,12 @@ async def test_a_model_that_is_used_is_waited_for_in_turn(http: httpx.AsyncClien
     assert (answer.status_code, answer.json()["model"]) == (200, "second")
 
 
+async def test_keep_alive_of_a_request_ends_its_model(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/completions", json=_body("second", keep_alive=0))
+    assert answer.status_code == 200
+    await _until(http, "second", "idle")
+
+
 async def test_a_load_that_fails_is_one_sentence_for_all_who_wait(
     http: httpx.AsyncClient,
 ) -> None:
@@ -219,12 +225,6 @@ async def test_an_operator_loads_and_unloads(http: httpx.AsyncClient) -> None:
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "keep_alive")
 
 
-async def test_keep_alive_of_a_request_ends_its_model(http: httpx.AsyncClient) -> None:
-    answer = await http.post("/v1/completions", json=_body("second", keep_alive=0))
-    assert answer.status_code == 200
-    await _until(http, "second", "idle")
-
-
 async def test_a_model_that_comes_into_the_folder_is_served(
     server: Server, http: httpx.AsyncClient
 ) -> None:
@@ -267,13 +267,13 @@ async def test_a_shim_that_is_killed_releases_its_models(
     server: Server, http: httpx.AsyncClient
 ) -> None:
     """Else its model would stay in memory for ever."""
-    await http.post("/v1/models/load", json={"model": "first"})
-    long = _body("first", max_tokens=1900, ignore_eos=True, stream=True)
+    await http.post("/v1/models/load", json={"model": "second"})
+    long = _body("second", max_tokens=1900, ignore_eos=True, stream=True)
     async with http.stream("POST", "/v1/completions", json=long) as running:
         await anext(running.aiter_bytes())
         os.kill(server.child("http_shim"), signal.SIGKILL)
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as other:
-        answer = await other.post("/v1/completions", json=_body("second"))
+        answer = await other.post("/v1/completions", json=_body("first"))
         assert answer.status_code == 200
 
 
@@ -290,7 +290,7 @@ async def test_a_catalog_is_reloaded_while_a_killed_service_starts_again(
         while (await http.get("/v1/files")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     assert server.process.poll() is None
-    assert (await http.post("/v1/completions", json=_body("second"))).status_code == 200
+    assert (await http.post("/v1/completions", json=_body("first"))).status_code == 200
 
 
 def _child(server: Server, service: str) -> int | None:
@@ -341,7 +341,7 @@ async def test_ollamas_client_loads_lists_and_unloads_models(
     parts = [part async for part in await client.chat("first", hello, options=options, stream=True)]
     assert parts[-1].done
     assert (parts[-1].load_duration or 0) > 0
-    raw = await client.generate("second", "def ", raw=True, options={"num_ctx": 40})
+    raw = await client.generate("first", "def ", raw=True, options={"num_ctx": 40})
     assert (raw.eval_count or 0) > 16
 
 
