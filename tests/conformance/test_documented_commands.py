@@ -13,7 +13,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
@@ -118,14 +119,18 @@ def closure(requirements: set[str]) -> set[str]:
         if text in seen:
             continue
         seen.add(text)
-        wanted = Requirement(text)
-        found.add(plain(wanted.name))
-        waiting += direct(wanted)
+        found.add(plain(Requirement(text).name))
+        waiting += direct(text)
     return found
 
 
-def direct(wanted: Requirement) -> Iterator[str]:
-    """Yield the requirements of a package with the extras that are wanted of it."""
+@cache
+def direct(requirement: str) -> Sequence[str]:
+    """Return the requirements of a package with the extras that are wanted of it."""
+    return tuple(_direct(Requirement(requirement)))
+
+
+def _direct(wanted: Requirement) -> Iterator[str]:
     try:
         lines = requires(wanted.name) or ()
     except PackageNotFoundError:  # not in this environment: what needs it fails below
@@ -145,20 +150,26 @@ def named(requirements: set[str]) -> set[str]:
     found: set[str] = set()
     waiting = list(requirements)
     while waiting:
-        wanted = Requirement(waiting.pop())
+        text = waiting.pop()
+        wanted = Requirement(text)
         found.add(plain(wanted.name))
         if wanted.name == "tokenwire":
-            waiting += direct(wanted)
+            waiting += direct(text)
     return found
+
+
+@cache
+def owners_of_modules() -> Mapping[str, set[str]]:
+    """Return the packages of each top-level module. It takes a second: it reads all their files."""
+    return {
+        module: {plain(each) for each in owners}
+        for module, owners in packages_distributions().items()
+    }
 
 
 def modules_of(packages: set[str]) -> set[str]:
     """Return the top-level modules of packages."""
-    return {
-        module
-        for module, owners in packages_distributions().items()
-        if {plain(each) for each in owners} & packages
-    }
+    return {module for module, owners in owners_of_modules().items() if owners & packages}
 
 
 def plain(name: str) -> str:
@@ -240,7 +251,7 @@ def test_page_runs_as_pasted(request: pytest.FixtureRequest, tmp_path: Path, pag
 def environment_of(page: Path, folder: Path, stack: Stack) -> dict[str, str]:
     """Return the variables of a reader who has read this page alone."""
     allowed = modules_of(closure(installed_by(page))) | OWN_MODULES
-    hidden = sorted(packages_distributions().keys() - allowed)
+    hidden = sorted(owners_of_modules().keys() - allowed)
     guard, home = folder / "guard", folder / "home"
     guard.mkdir()
     home.mkdir()
@@ -264,7 +275,7 @@ def test_guard_hides_what_a_page_does_not_install(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```sh\n.venv/bin/pip install openai\n```\n")
     assert {"openai", "grpc", "numpy"} <= modules_of(closure(installed_by(page)))
-    hidden = packages_distributions().keys() - modules_of(closure(installed_by(page)))
+    hidden = owners_of_modules().keys() - modules_of(closure(installed_by(page)))
     assert {"pytest", "anthropic", "hypothesis"} <= hidden
 
 
