@@ -23,6 +23,8 @@ def quick_kernels() -> Iterator[None]:
       that overflows reads or writes another place, so comparisons of the outputs find it too.
     - It makes a table of dtypes for each tensor, and objects for each length of its shape.
     - It compares the types of operands also where they are the same.
+    - It copies each operand to the shape of the other. numpy computes without the copies.
+    - It looks for lists in each argument of an operation, and at the size of each number.
     """
     if "TRITON_INTERPRET" not in os.environ:
         yield
@@ -38,6 +40,7 @@ def quick_kernels() -> Iterator[None]:
         patch.setattr(interpreter, "_get_np_dtype", _Dtypes(interpreter._get_np_dtype))
         _share_types(interpreter, patch)
         _compare_types_once(interpreter, patch)
+        _check_values_once(interpreter, patch)
         _compute_bfloat16(interpreter, patch)
         try:
             yield
@@ -100,10 +103,12 @@ def _share_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
         block.element_ty = element
 
     def make_tensor(tensor: Any, handle: Any, kind: Any) -> None:
-        tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
-        if kind.is_block():
+        tensor.handle, tensor.type = handle, kind
+        if type(kind) is core.block_type:
+            tensor.dtype = kind.element_ty
             tensor.shape, tensor.numel = kind.of_tensor
         else:
+            tensor.dtype = kind.scalar
             if kind.name not in scalars:
                 scalars[kind.name] = shape_of(())
             tensor.shape, tensor.numel = scalars[kind.name]
@@ -121,6 +126,7 @@ def _compare_types_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     broadcast, cast = semantic.broadcast_impl_value, semantic.cast
     promoted: dict[tuple[object, ...], Any] = {}
     constants: dict[tuple[object, ...], Any] = {}
+    common: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
 
     def promoted_type(self: Any, x: Any, x_is: bool, y: Any, y_is: bool, divides: bool) -> Any:
         key = (x.name, x_is, y.name, y_is, divides)
@@ -129,18 +135,37 @@ def _compare_types_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
         return promoted[key]
 
     def checked(self: Any, x: Any, y: Any, *flags: bool, **options: Any) -> Any:
-        if type(x) is not core.tensor or options:
+        x_is, y_is = type(x) is core.tensor, type(y) is core.tensor
+        if options or not (x_is or y_is):
             return check_types(self, x, y, *flags, **options)
-        if type(y) is core.tensor:
-            is_same = x.shape is y.shape and flags[3:] != (True,) and not x.dtype.is_ptr()
-            return (x, y) if is_same else check_types(self, x, y, *flags)
-        key = (x.type.name, type(y), y, flags)
-        if key in constants:
-            return x, constants[key]
-        operand, constant = check_types(self, x, y, *flags)
-        if operand is x:
-            constants[key] = constant
-        return operand, constant
+        if x_is and y_is:
+            kind = x.dtype
+            if type(kind) is core.pointer_type:
+                is_known = flags[:1] == (True,) and y.dtype.is_int()
+            else:
+                is_known = kind is y.dtype and (flags[3:] != (True,) or kind.is_int())
+            return spread(x, y) if is_known else check_types(self, x, y, *flags)
+        tensor, number = (x, y) if x_is else (y, x)
+        key = (tensor.type.name, x_is, type(number), number, flags)
+        if key not in constants:
+            operands = check_types(self, x, y, *flags)
+            if operands[y_is] is not tensor:
+                return operands
+            constants[key] = operands[x_is]
+        return (x, constants[key]) if x_is else (constants[key], y)
+
+    def spread(x: Any, y: Any) -> tuple[Any, Any]:
+        """Give both operands the type of the result. numpy repeats their elements."""
+        lengths = x.type.lengths, y.type.lengths
+        if lengths[0] == lengths[1]:
+            return x, y
+        if lengths not in common:
+            common[lengths] = np.broadcast_shapes(*lengths)
+        shape = common[lengths]
+        return tuple(each if each.type.lengths == shape else typed(each, shape) for each in (x, y))
+
+    def typed(tensor: Any, lengths: tuple[int, ...]) -> Any:
+        return core.tensor(tensor.handle, core.block_type(tensor.dtype, lengths))
 
     def broadcasted(self: Any, x: Any, y: Any) -> Any:
         x_lengths, y_lengths = x.type.lengths, y.type.lengths
@@ -158,6 +183,32 @@ def _compare_types_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(semantic, "computation_type_impl", promoted_type)
     patch.setattr(semantic, "broadcast_impl_value", broadcasted)
     patch.setattr(semantic, "cast", converted)
+
+
+def _check_values_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Let operations take what they computed or were given as it is."""
+    core, handle = interpreter.tl.core, interpreter.TensorHandle
+    unwrap, compute = core._unwrap_if_constexpr, interpreter.InterpreterBuilder.binary_op
+    collections = (list, tuple, core.tuple)
+
+    def unwrapped(value: Any) -> Any:
+        if type(value) is core.constexpr:
+            return value.value
+        return unwrap(value) if isinstance(value, collections) else value
+
+    def make_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype = data, dtype
+        self.attr = {} if attr is None else attr
+
+    def binary_op(self: Any, x: Any, y: Any, operation: Callable[..., Any]) -> Any:
+        output = operation(x.data, y.data)
+        if output.dtype is not x.data.dtype:
+            return compute(self, x, y, operation)
+        return handle(output, x.dtype.scalar)
+
+    patch.setattr(core, "_unwrap_if_constexpr", unwrapped)
+    patch.setattr(interpreter.InterpreterBuilder, "binary_op", binary_op)
+    patch.setattr(handle, "__init__", make_handle)
 
 
 def _compute_bfloat16(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
