@@ -34,6 +34,7 @@ _JSON = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=5) | st.dictionaries(st.text('\\",a', max_size=4), inner)
     ),
+    max_leaves=20,  # a body of a thousand values has nothing that one of a hundred lacks
 )
 
 
