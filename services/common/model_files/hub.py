@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.common.model_files.mmproj_file import is_mmproj
 from services.common.model_files.quantisation import (
     QuantisationError,
     choose_file,
+    choose_mmproj,
     quantisation_of,
     quantisations_of,
 )
@@ -65,6 +67,8 @@ class HubCheckpoint:
     """Branch, tag or commit; None = the main branch"""
     quantisation: str | None = None
     """Quantisation whose GGUF file is meant, in any case; None = not stated"""
+    mmproj: str | None = None
+    """File with the vision tower of the GGUF file's model; None = there is none, or not known"""
 
     @staticmethod
     def is_named_by(text: str) -> bool:
@@ -95,7 +99,10 @@ class HubCheckpoint:
     @property
     def _wanted(self) -> list[str]:
         """Patterns of the files to download."""
-        return list(_NEEDED) if self.file is None else [_PART.sub(r"-*-of-\1", self.file)]
+        if self.file is None:
+            return list(_NEEDED)
+        parts = _PART.sub(r"-*-of-\1", self.file)
+        return [parts] if self.mmproj is None else [parts, self.mmproj]
 
     def on_disk(self) -> Path | None:
         """Return the directory or GGUF file in the cache; None unless all of it is there.
@@ -137,17 +144,16 @@ class HubCheckpoint:
         """Return the checkpoint with the GGUF file that its quantisation names.
 
         A repository that has GGUF files alone gets the most sensible one, and a line on stderr says
-        so. Without a connection, the cache decides. Raises HubError.
+        so. The most sensible mmproj file comes with any GGUF file. Without a connection, the cache
+        decides. Raises HubError.
         """
-        if self.file is not None:
-            return self
         with self._explained():
             names = self._names()
         try:
             chosen = self._chosen_of(names)
         except QuantisationError as error:
             raise HubError(str(error)) from None
-        if chosen.file is not None and self.quantisation is None:
+        if chosen.file is not None and self.quantisation is None and self.file is None:
             there = ", ".join(quantisations_of(_ggufs(names)))
             which = quantisation_of(chosen.file) or chosen.file
             print(
@@ -229,14 +235,16 @@ class HubCheckpoint:
 
     def _chosen_of(self, names: list[str]) -> "HubCheckpoint":
         """Return the checkpoint with a file of these. Raises QuantisationError."""
-        if self.file is not None:
-            return self
         ggufs = _ggufs(names)
+        tower = choose_mmproj(ggufs)
+        if self.file is not None:
+            is_model = self.file in ggufs and not is_mmproj(Path(self.file))
+            return replace(self, mmproj=tower if is_model else None)
         has_safetensors = any(name.endswith(".safetensors") for name in names)
         if self.quantisation is None and (has_safetensors or not ggufs):
             return self
         file = choose_file(self.repository, ggufs, self.quantisation)
-        return replace(self, file=file, quantisation=None)
+        return replace(self, file=file, quantisation=None, mmproj=tower)
 
     def _names(self) -> list[str]:
         """Return the names of the repository's files, or without a connection of those on disk."""
@@ -321,8 +329,8 @@ class HubCheckpoint:
         try:
             files = self._listed(self._wanted)
             if not any(file.filename.endswith(_WEIGHTS) for file in files):
-                ggufs = [file.filename for file in self._listed(["*.gguf"])]
-                raise HubError(self._without_weights(ggufs))
+                ggufs = [Path(file.filename) for file in self._listed(["*.gguf"])]
+                raise HubError(self._without_weights([f for f in ggufs if not is_mmproj(f)]))
         except DryRunError:
             return []  # without a connection, the cache may still have everything
         missing = [file for file in files if file.will_download]
@@ -344,7 +352,7 @@ class HubCheckpoint:
             dry_run=True,
         )
 
-    def _without_weights(self, ggufs: list[str]) -> str:
+    def _without_weights(self, ggufs: list[Path]) -> str:
         if not ggufs:
             return f"{self} has no safetensors and no GGUF files; docs/models.md says what is read."
         names = " or ".join(f"hf:{self.repository}/{file}" for file in sorted(ggufs)[:3])

@@ -6,6 +6,8 @@ from pathlib import Path
 __all__ = ["is_mmproj", "mmproj_beside"]
 
 _WORD = "mmproj"
+_SNAPSHOTS = "snapshots"
+"""Folder in the hub's cache that has a folder for each revision of a repository"""
 
 
 def is_mmproj(file: Path) -> bool:
@@ -14,6 +16,14 @@ def is_mmproj(file: Path) -> bool:
 
 
 def mmproj_beside(model: Path) -> Sequence[Path]:
-    """Return the mmproj files in the directory of a GGUF file, by name."""
-    files = sorted(model.absolute().parent.glob("*.gguf"))
-    return [file for file in files if is_mmproj(file) and file.name != model.name]
+    """Return the mmproj files in the directory of a GGUF file, by name.
+
+    In the hub's cache, a quantisation may have a folder of its own, below that of the mmproj files.
+    """
+    model = model.absolute()
+    folders = [model.parent]
+    if model.parents[2].name == _SNAPSHOTS:
+        folders.append(model.parents[1])
+    files = (sorted(folder.glob("*.gguf")) for folder in folders)
+    found = ([each for each in those if is_mmproj(each) and each != model] for those in files)
+    return next(filter(None, found), ())

@@ -3,7 +3,13 @@
 import re
 from collections.abc import Iterable
 
-__all__ = ["QuantisationError", "choose_file", "quantisation_of", "quantisations_of"]
+__all__ = [
+    "QuantisationError",
+    "choose_file",
+    "choose_mmproj",
+    "quantisation_of",
+    "quantisations_of",
+]
 
 _PART = re.compile(r"-(\d{5})-of-\d{5}$")
 _FIRST_PART = "00001"
@@ -14,6 +20,9 @@ _NAME = re.compile(
 """Quantisation at the end of a file's name, without suffix and part number"""
 _NO_MODELS = ("mmproj", "imatrix")
 """Words in the names of GGUF files that hold no language model"""
+_TOWER = "mmproj"
+_PREFERRED_TOWERS = ("F16", "FP16", "BF16", "Q8_0", "F32")
+"""Types of a vision tower by how well they serve: a tower is small, and loses by rounding"""
 _PREFERRED = (
     *("Q4_K_M", "UD-Q4_K_XL", "Q4_K_S", "Q4_K_L", "Q5_K_M", "Q5_K_S", "Q4_0", "Q4_1", "MXFP4"),
     *("MXFP4_MOE", "IQ4_NL", "IQ4_XS", "Q5_0", "Q5_1", "Q6_K", "Q8_0", "Q3_K_L", "Q3_K_M"),
@@ -68,6 +77,19 @@ def choose_file(repository: str, files: Iterable[str], wanted: str | None) -> st
     which = "" if wanted is None else f" {wanted.upper()}"
     there = ", ".join(found) or "none whose name states a quantisation"
     raise QuantisationError(f"{repository} has no GGUF file{which}; its quantisations: {there}.")
+
+
+def choose_mmproj(files: Iterable[str]) -> str | None:
+    """Return the most sensible mmproj file among GGUF files; None if there is none."""
+    towers = sorted(file for file in files if _TOWER in file.lower())
+    return min(towers, key=_rank_of_tower, default=None)
+
+
+def _rank_of_tower(file: str) -> int:
+    name = quantisation_of(file)
+    if name not in _PREFERRED_TOWERS:
+        return len(_PREFERRED_TOWERS)
+    return _PREFERRED_TOWERS.index(name)
 
 
 def _rank(name: str) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.common.model_files.hub import HubCheckpoint, HubError
+from services.common.model_files.mmproj_file import mmproj_beside
 from services.common.model_files.model_name import ModelNameError, find_model
 from tests.unit.common.model_files.hub_server import COMMIT, Hub, running_hub
 from tests.unit.tokenwire.serving.test_stack_layout import assert_refused
@@ -62,6 +63,11 @@ def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         "a/quantised": make("quantised", "m-Q4_0.gguf", "m-Q8_0.gguf", "README.md"),
         "a/split": make("split", *(f"s-0000{i}-of-00002.gguf" for i in (1, 2)), "s-Q8_0.gguf"),
         "a/parts": make("parts", *(f"p-Q4_K_M-0000{i}-of-00002.gguf" for i in (1, 2))),
+        "a/seeing": make(
+            "seeing",
+            *("m-Q4_K_M.gguf", "m-Q8_0.gguf", "Q2_K/m-Q2_K.gguf"),
+            *("mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf"),
+        ),
         "a/gated": make("gated", *NEEDED),
     }
     with running_hub(Hub(repositories, gated="a/gated")) as hub:
@@ -177,6 +183,27 @@ def test_tag_picks_a_quantisation_of_one_file_or_of_several(hub: Hub) -> None:
     assert pulled("hf:a/parts:Q4_K_M@main").name == "p-Q4_K_M-00001-of-00002.gguf"
     parts = [f"p-Q4_K_M-0000{part}-of-00002.gguf" for part in (1, 2)]
     assert sorted(hub.downloaded) == ["m-Q8_0.gguf", *parts]
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("a/seeing:q8_0", "m-Q8_0.gguf"),
+        ("a/seeing", "m-Q4_K_M.gguf"),
+        ("hf:a/seeing/Q2_K/m-Q2_K.gguf", "Q2_K/m-Q2_K.gguf"),
+    ],
+)
+def test_one_mmproj_file_comes_with_a_gguf_file(hub: Hub, name: str, file: str) -> None:
+    """Without it, the model would take text alone, and with all of them none would be chosen."""
+    path = pulled(name)
+    assert sorted(hub.downloaded) == sorted([file, "mmproj-F16.gguf"])
+    assert [each.name for each in mmproj_beside(path)] == ["mmproj-F16.gguf"]
+
+
+def test_missing_gguf_file_is_refused_where_an_mmproj_file_is_there(hub: Hub) -> None:
+    with pytest.raises(HubError, match="does not exist; name one of its 3 files"):
+        pulled("hf:a/seeing/m-Q5_0.gguf")
+    assert hub.downloaded == []
 
 
 def test_what_is_on_disk_is_served_without_asking_the_hub(
