@@ -7,7 +7,8 @@ from pathlib import Path
 from services.common.gguf.gguf_config import MARK, config_of
 from services.common.gguf.gguf_encoders import is_encoder
 from services.common.gguf.gguf_file import GgufError, GgufFile
-from services.common.gguf.gguf_images import ImageModel, read_image_model
+from services.common.gguf.gguf_image_pair import ImageModel
+from services.common.gguf.gguf_images import read_image_model
 from services.common.gguf.gguf_pooling import modules_of
 from services.common.gguf.gguf_tokenizer import (
     chat_templates_of,

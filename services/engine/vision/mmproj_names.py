@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 __all__ = ["MmprojNames", "Place", "names_of"]
 
+_LAYER = re.compile(r"\.(\d+)\.(?=.*\.)")
+"""Number of a layer in a name; a number before the last part belongs to a module of the projector"""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -24,7 +27,8 @@ class MmprojNames:
     """Names and conversions of one vision-language architecture."""
 
     modules: Mapping[str, str]
-    """Modules of transformers by the names in the files; * stands for the number of a layer"""
+    """Modules or parameters of transformers by the names in the files; * stands for the number of a
+    layer"""
     joined: Mapping[str, tuple[str, int]]
     """Modules whose tensors are parts of a module of transformers, as (module, part)"""
     ignored: tuple[str, ...] = ()
@@ -33,47 +37,84 @@ class MmprojNames:
     """Parameters to which the converter has added 1"""
     interleaved: tuple[str, ...] = ()
     """Modules whose heads the converter has reordered for RoPE of neighbouring numbers"""
+    flattened: tuple[str, ...] = ()
+    """Matrices over patches that the converter has made convolutions, with the colours first"""
 
     def place(self, name: str) -> Place | None:
         """Return the place of a tensor; None if the architecture has no such tensor."""
-        if name in self.modules:
-            return Place(self.modules[name])
-        if name in self.joined:
-            return Place(*self.joined[name])
-        module, _, suffix = name.rpartition(".")
-        layer = re.search(r"\.(\d+)\.", module)
-        if layer is not None:
-            module = f"{module[: layer.start()]}.*.{module[layer.end() :]}"
+        layer = _LAYER.search(name)
         number = "" if layer is None else layer[1]
-        if module in self.modules:
-            return Place(f"{self.modules[module].replace('*', number)}.{suffix}")
-        if module in self.joined:
-            parameter, part = self.joined[module]
-            return Place(f"{parameter.replace('*', number)}.{suffix}", part)
+        pattern = name if layer is None else f"{name[: layer.start(1)]}*{name[layer.end(1) :]}"
+        stem, _, suffix = pattern.rpartition(".")
+        for known, end in ((pattern, ""), (stem, f".{suffix}")):
+            if known in self.modules:
+                return Place(f"{self.modules[known].replace('*', number)}{end}")
+            if known in self.joined:
+                parameter, part = self.joined[known]
+                return Place(f"{parameter.replace('*', number)}{end}", part)
         return None
 
 
-_SIGLIP = "vision_tower.encoder.layers.*"
+def _siglip(tower: str) -> Mapping[str, str]:
+    """Return the modules of SigLIP below `tower`."""
+    layer = f"{tower}.encoder.layers.*"
+    return {
+        "v.patch_embd": f"{tower}.embeddings.patch_embedding",
+        "v.position_embd": f"{tower}.embeddings.position_embedding",
+        "v.blk.*.ln1": f"{layer}.layer_norm1",
+        "v.blk.*.attn_q": f"{layer}.self_attn.q_proj",
+        "v.blk.*.attn_k": f"{layer}.self_attn.k_proj",
+        "v.blk.*.attn_v": f"{layer}.self_attn.v_proj",
+        "v.blk.*.attn_out": f"{layer}.self_attn.out_proj",
+        "v.blk.*.ln2": f"{layer}.layer_norm2",
+        "v.blk.*.ffn_up": f"{layer}.mlp.fc1",
+        "v.blk.*.ffn_down": f"{layer}.mlp.fc2",
+        "v.post_ln": f"{tower}.post_layernorm",
+    }
+
+
 _GEMMA3 = MmprojNames(
     {
-        "v.patch_embd": "vision_tower.embeddings.patch_embedding",
-        "v.position_embd": "vision_tower.embeddings.position_embedding",
-        "v.blk.*.ln1": f"{_SIGLIP}.layer_norm1",
-        "v.blk.*.attn_q": f"{_SIGLIP}.self_attn.q_proj",
-        "v.blk.*.attn_k": f"{_SIGLIP}.self_attn.k_proj",
-        "v.blk.*.attn_v": f"{_SIGLIP}.self_attn.v_proj",
-        "v.blk.*.attn_out": f"{_SIGLIP}.self_attn.out_proj",
-        "v.blk.*.ln2": f"{_SIGLIP}.layer_norm2",
-        "v.blk.*.ffn_up": f"{_SIGLIP}.mlp.fc1",
-        "v.blk.*.ffn_down": f"{_SIGLIP}.mlp.fc2",
-        "v.post_ln": "vision_tower.post_layernorm",
+        **_siglip("vision_tower"),
         "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
         "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
     },
     {},
     norms=("multi_modal_projector.mm_soft_emb_norm.weight",),
 )
-
+_IDEFICS3 = MmprojNames(
+    {**_siglip("vision_model"), "mm.model.fc": "connector.modality_projection.proj"}, {}
+)
+_GEMMA4_LAYER = "vision_tower.encoder.layers.*"
+_GEMMA4_LINEAR = {
+    "v.blk.*.attn_q": f"{_GEMMA4_LAYER}.self_attn.q_proj",
+    "v.blk.*.attn_k": f"{_GEMMA4_LAYER}.self_attn.k_proj",
+    "v.blk.*.attn_v": f"{_GEMMA4_LAYER}.self_attn.v_proj",
+    "v.blk.*.attn_out": f"{_GEMMA4_LAYER}.self_attn.o_proj",
+    "v.blk.*.ffn_gate": f"{_GEMMA4_LAYER}.mlp.gate_proj",
+    "v.blk.*.ffn_up": f"{_GEMMA4_LAYER}.mlp.up_proj",
+    "v.blk.*.ffn_down": f"{_GEMMA4_LAYER}.mlp.down_proj",
+}
+_GEMMA4 = MmprojNames(
+    {
+        **_GEMMA4_LINEAR,  # for the bounds of inputs and outputs
+        **{f"{name}.weight": f"{to}.linear.weight" for name, to in _GEMMA4_LINEAR.items()},
+        "v.blk.*.attn_q_norm": f"{_GEMMA4_LAYER}.self_attn.q_norm",
+        "v.blk.*.attn_k_norm": f"{_GEMMA4_LAYER}.self_attn.k_norm",
+        "v.blk.*.ln1": f"{_GEMMA4_LAYER}.input_layernorm",
+        "v.blk.*.attn_post_norm": f"{_GEMMA4_LAYER}.post_attention_layernorm",
+        "v.blk.*.ln2": f"{_GEMMA4_LAYER}.pre_feedforward_layernorm",
+        "v.blk.*.ffn_post_norm": f"{_GEMMA4_LAYER}.post_feedforward_layernorm",
+        "v.patch_embd.weight": "vision_tower.patch_embedder.input_proj.weight",
+        "v.position_embd.weight": "vision_tower.patch_embedder.position_embedding_table",
+        "v.std_bias": "vision_tower.std_bias",
+        "v.std_scale": "vision_tower.std_scale",
+        "mm.input_projection": "embed_vision.embedding_projection",
+    },
+    {},
+    ignored=("a.*", "mm.a.*"),  # the tower of sounds
+    flattened=("vision_tower.patch_embedder.input_proj.weight",),
+)
 _QWEN = "visual.blocks.*"
 _QWEN_MODULES = {
     "v.blk.*.ln1": f"{_QWEN}.norm1",
@@ -154,6 +195,7 @@ _PIXTRAL = MmprojNames(
 
 _NAMES: Mapping[str, MmprojNames] = {
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Gemma4ForConditionalGeneration": _GEMMA4,
     "LlavaForConditionalGeneration": _PIXTRAL,
     "Mistral3ForConditionalGeneration": _PIXTRAL,
     "Qwen2VLForConditionalGeneration": _QWEN2,
@@ -162,6 +204,7 @@ _NAMES: Mapping[str, MmprojNames] = {
     "Qwen3VLMoeForConditionalGeneration": _QWEN3,
     "Qwen3_5ForConditionalGeneration": _QWEN3,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
 }
 """Names by architecture, as in config.json"""
 

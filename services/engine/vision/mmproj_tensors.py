@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 
 import torch
@@ -49,6 +50,8 @@ class MmprojTensors(TensorFiles):
         for parameter, parts in found.items():
             self._parts[parameter] = [parts[number] for number in sorted(parts)]
             shape = _joined_shape([each.shape for each in self._parts[parameter]])
+            if parameter in names.flattened:
+                shape = (shape[0], prod(shape[1:]))
             self._found[parameter] = FoundTensor(self._directory, shape, "")
 
     def __exit__(self, *failure: object) -> None:
@@ -59,15 +62,21 @@ class MmprojTensors(TensorFiles):
         whole = _joined([self._gguf.tensor(each) for each in self._parts[stored.name]])
         if stored.name in self._names.norms:
             return whole.float() - 1
+        if stored.name in self._names.flattened:
+            return whole.permute(0, 2, 3, 1).reshape(stored.shape)
         module, _, _ = stored.name.rpartition(".")
         if any(fnmatchcase(module, pattern) for pattern in self._names.interleaved):
             return _with_apart_pairs(whole, self._heads)
-        return whole
+        return whole.view(stored.shape)
 
     def _check(self, stored: StoredTensor) -> int:
         if not self.holds(stored.name):
             raise CheckpointError(f"{self._directory} is damaged: it lacks {stored.name}.")
         return super()._check(stored)
+
+    def _fits(self, stored: StoredTensor, found: FoundTensor) -> bool:
+        """Compare shapes. The converter gives scalars a dimension."""
+        return stored.fits(found.shape) or (not stored.shape and found.shape == (1,))
 
     def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:
         return sum(self._gguf.num_bytes(each) for each in self._parts[stored.name])

@@ -27,6 +27,8 @@ from torch import Tensor
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    LlamaForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     MistralForCausalLM,
@@ -50,7 +52,11 @@ __all__ = ["PAIRS", "Pair", "tower_of", "write_mmproj", "write_pair", "write_tex
 _KIND = GGMLQuantizationType
 _GEMMA = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
 _QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+_GEMMA4 = ("<|image|>", "<|image>", "<image|>")
 _PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+_SUFFIXES = (".weight", ".bias", ".input_max", ".input_min", ".output_max", ".output_min")
+_TEXT = r"^model\.(language|text)_model\."
+"""Beginning of the names of the text model's tensors"""
 _LARGEST_NAME = 3
 """Modules of a projector are numbered below it"""
 
@@ -65,6 +71,7 @@ class Pair:
     tokens: tuple[str, str, str]
     """Texts of the tokens from IMAGE_TOKEN on"""
     projector: str
+    """Type of the projector; empty: `keys` writes it, as the converter does for several towers"""
     keys: Callable[[GGUFWriter, Any], None]
     """Writes the keys that only this projector has"""
     architecture: MODEL_ARCH | None = None
@@ -104,6 +111,16 @@ def _ministral() -> VisionModel:
     }
     text = Ministral3Config(**WIDE, rope_parameters=rope)
     return _copied("mistral3", text_config=text)
+
+
+def _gemma4(name: str) -> VisionModel:
+    """Return a model whose images see ahead, as all of this width do, and have up to 280 tokens."""
+    model = _copied(name)
+    model.config.text_config.use_bidirectional_attention = "vision"
+    model.config.text_config.max_position_embeddings = 1024
+    processor = copy.deepcopy(model.processor)
+    processor.max_soft_tokens = 280
+    return replace(model, processor=processor)
 
 
 def _qwen2_5() -> VisionModel:
@@ -151,7 +168,26 @@ def _plain(kind: Any, model: Any) -> Callable[[Any], PreTrainedModel]:
     return make
 
 
+def _idefics3_keys(writer: GGUFWriter, config: Any) -> None:
+    writer.add_vision_attention_layernorm_eps(config.vision_config.layer_norm_eps)
+    writer.add_vision_projector_scale_factor(config.scale_factor)
+    writer.add_vision_use_gelu(True)
+    size = VISION_MODELS["smolvlm"].processor.size
+    writer.add_vision_preproc_image_size(size["longest_edge"])
+
+
+def _gemma4_keys(writer: GGUFWriter, config: Any) -> None:
+    writer.add_clip_vision_projector_type("gemma4v")
+    writer.add_vision_attention_layernorm_eps(config.vision_config.rms_norm_eps)
+    writer.add_vision_projector_scale_factor(config.vision_config.pooling_kernel_size)
+
+
 _SIGLIP = {"vision_tower.": "vision_tower.vision_model."}
+_GEMMA4_PREFIXES = {
+    r"vision_tower\.encoder\.": "vision_model.model.",
+    r"vision_tower\.": "model.vision_tower.",
+    r"embed_vision\.": "model.embed_vision.",
+}
 _QWEN2 = _plain(Qwen2Config, Qwen2ForCausalLM)
 PAIRS: dict[str, Pair] = {
     "gemma3": Pair(_gemma3(), Gemma3ForCausalLM, _GEMMA, "gemma3", _gemma3_keys, prefixes=_SIGLIP),
@@ -187,6 +223,30 @@ PAIRS: dict[str, Pair] = {
         "pixtral",
         _pixtral_keys,
         merges_heads=True,
+    ),
+    "smolvlm": Pair(
+        _copied("smolvlm"),
+        LlamaForCausalLM,
+        ("<image>", "<fake_token_around_image>", "<global-img>"),
+        "idefics3",
+        _idefics3_keys,
+        prefixes={"vision_model.": "model.vision_model.", "connector.": "model.connector."},
+    ),
+    "gemma4": Pair(
+        _gemma4("gemma4, images see ahead"),
+        Gemma4ForCausalLM,
+        _GEMMA4,
+        "",
+        _gemma4_keys,
+        prefixes=_GEMMA4_PREFIXES,
+    ),
+    "gemma4, clipped": Pair(
+        _gemma4("gemma4"),
+        Gemma4ForCausalLM,
+        _GEMMA4,
+        "",
+        _gemma4_keys,
+        prefixes=_GEMMA4_PREFIXES,
     ),
     "mistral3": Pair(
         _ministral(),
@@ -233,7 +293,7 @@ def write_text(
     """Write the file of the text model. tokens: texts of its tokens from IMAGE_TOKEN on."""
     text = pair.text(whole.config.text_config)
     state = {
-        name.replace("model.language_model.", "model."): tensor
+        re.sub(_TEXT, "model.", name): tensor
         for name, tensor in whole.state_dict().items()
         if not _is_of_tower(name)
     }
@@ -245,6 +305,7 @@ def write_text(
         texts[IMAGE_TOKEN : IMAGE_TOKEN + 3] = pair.tokens if tokens is None else tokens
         writer.add_token_list(texts)
         writer.add_token_types([TokenType.USER_DEFINED] * VOCABULARY)
+        writer.add_pad_token_id(text.config.pad_token_id or 0)
         if "mrope_section" in rope:
             writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
 
@@ -267,7 +328,8 @@ def write_mmproj(
     inner = getattr(vision, "intermediate_size", 0)  # Qwen 2-VL has a wrong value or none
     writer = GGUFWriter(path, "clip")
     writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type(pair.projector)
+    if pair.projector:
+        writer.add_clip_projector_type(pair.projector)
     writer.add_vision_projection_dim(config.text_config.hidden_size)
     writer.add_vision_image_size(getattr(vision, "image_size", 560))
     writer.add_vision_patch_size(vision.patch_size)
@@ -282,7 +344,7 @@ def write_mmproj(
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, max(layers, _LARGEST_NAME))
     for name, tensor in state.items():
         for part, content in _split(name, tensor, pair):
-            numbers = np.ascontiguousarray(content.float().numpy())
+            numbers = np.atleast_1d(np.ascontiguousarray(content.float().numpy()))
             stored = _stored_name(names, part, pair)
             if _is_matrix(content, kind):
                 writer.add_tensor(stored, quantize(numbers, kind), raw_dtype=kind)
@@ -300,7 +362,7 @@ def _is_matrix(tensor: Tensor, kind: GGMLQuantizationType) -> bool:
 
 
 def _is_of_tower(name: str) -> bool:
-    return not name.startswith(("model.language_model.", "lm_head"))
+    return not (name.startswith("lm_head") or re.match(_TEXT, name))
 
 
 def _split(name: str, tensor: Tensor, pair: Pair) -> Iterator[tuple[str, Tensor]]:
@@ -315,6 +377,9 @@ def _split(name: str, tensor: Tensor, pair: Pair) -> Iterator[tuple[str, Tensor]
         heads = pair.model.config.vision_config.num_attention_heads
         apart = tensor.view(heads, 2, -1, *tensor.shape[1:])
         yield name, apart.transpose(1, 2).reshape(tensor.shape)
+    elif name.endswith("patch_embedder.input_proj.weight"):
+        edge = pair.model.config.vision_config.patch_size
+        yield name, tensor.view(-1, edge, edge, 3).permute(0, 3, 1, 2)
     elif name.endswith("soft_emb_norm.weight"):
         yield name, tensor + 1
     else:
@@ -329,9 +394,12 @@ def _stored_name(names: Any, name: str, pair: Pair) -> str:
         return _merger_name(name, pair)
     for ours, published in pair.prefixes.items():
         name = re.sub(f"^{ours}", published, name)
+    name = name.replace(".linear.weight", ".weight")
     if name.endswith("projection_weight"):
         name = name.replace("_weight", ".weight")
-    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    if name.endswith("position_embedding_table"):
+        name = f"{name}.weight"
+    found = names.get_name(name, try_suffixes=_SUFFIXES)
     assert found is not None, name
     return str(found)
 

@@ -11,6 +11,7 @@ from gguf import GGUFWriter
 from transformers import PreTrainedModel
 
 from services.common.gguf.checkpoint_files import MMPROJ
+from services.common.gguf.gguf_image_pair import ImagePair
 from services.common.model_files.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
 from services.engine.vision.support import has_vision, refused_images
@@ -99,6 +100,27 @@ def test_prompts_get_the_tokens_of_the_tower(model: Path) -> None:
     assert expansion.core == "<start_of_image><image_soft_token><end_of_image>"
 
 
+@pytest.mark.parametrize("name", ["pixtral", "smolvlm"])
+def test_tokens_around_images_are_special(name: str, tmp_path: Path) -> None:
+    """Files may list them as tokens of users, and then a message could fake an image."""
+    write_pair(tmp_path, name)
+    with opened_checkpoint(tmp_path, "") as directory:
+        family = family_of(directory)
+    assert family is not None
+    assert {*family.control_tokens} <= {*PAIRS[name].tokens}
+
+
+@pytest.mark.parametrize(("width", "sight"), [(1536, "none"), (2560, "none"), (64, "vision")])
+def test_images_of_gemma_4_see_ahead_in_all_but_the_small_models(
+    width: int, sight: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pair(tmp_path, "gemma4")
+    monkeypatch.setattr(ImagePair, "width", width)
+    with opened_checkpoint(tmp_path, "") as directory:
+        text = settings_of(directory)["config"]["text_config"]
+    assert text["use_bidirectional_attention"] == sight
+
+
 def test_unused_token_stands_for_images_where_the_vocabulary_ends_before_theirs(
     tmp_path: Path,
 ) -> None:
@@ -164,7 +186,7 @@ def test_unknown_projector_leaves_text_and_says_which_are_known(model: Path) -> 
     )
     assert why_refused(model) == (
         f"{model.parent}/mmproj-model.gguf: the projector type cogvlm is not supported. Supported: "
-        "gemma3, qwen2vl_merger, qwen2.5vl_merger, qwen3vl_merger, pixtral."
+        "gemma3, qwen2vl_merger, qwen2.5vl_merger, qwen3vl_merger, pixtral, idefics3, gemma4v."
     )
 
 
