@@ -10,7 +10,7 @@ from dataclasses import dataclass
 __all__ = ["MmprojNames", "Place", "names_of"]
 
 _LAYER = re.compile(r"\.(\d+)\.(?=.*\.)")
-"""Number of a layer in a name; a number before the last part belongs to a module of the projector"""
+"""Number of a layer in a name. One before the last part is that of a projector's module"""
 
 
 @dataclass(frozen=True, slots=True)
