@@ -15,6 +15,7 @@ from typing import Any
 
 from services.common.gguf.gguf_file import GgufError, first_metadata
 from services.common.model_files.hub import HubCheckpoint
+from services.common.model_files.mmproj_file import is_mmproj
 from services.common.model_files.quantisation import quantisation_of, quantisations_of
 from services.common.model_files.short_list import listed_models
 
@@ -94,7 +95,7 @@ def _folders(top: Path) -> Iterator[tuple[Path, list[str]]]:
 
 def _gguf_models(names: list[str]) -> list[str]:
     """Return the GGUF files that hold a model: of a split file the first part."""
-    ggufs = [name for name in names if name.endswith(".gguf")]
+    ggufs = [name for name in names if name.endswith(".gguf") and not is_mmproj(Path(name))]
     named = [file for files in quantisations_of(ggufs).values() for file in files]
     return named + [name for name in ggufs if quantisation_of(name) is None]
 

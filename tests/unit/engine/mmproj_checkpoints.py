@@ -28,6 +28,7 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
+    LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
@@ -43,7 +44,7 @@ from transformers import (
 )
 
 from tests.unit.engine.checkpoints.files import make_checkpoint
-from tests.unit.engine.checkpoints.shapes import VOCABULARY, WIDE
+from tests.unit.engine.checkpoints.shapes import LLAMA3, SHAPE, VOCABULARY, WIDE
 from tests.unit.engine.gguf_checkpoints import write_gguf
 from tests.unit.engine.vision_checkpoints import IMAGE_TOKEN, VISION_MODELS, VisionModel
 
@@ -95,6 +96,10 @@ def _gemma3() -> VisionModel:
         **WIDE | {"tie_word_embeddings": True, "num_hidden_layers": 7},
         query_pre_attn_scalar=32,
         sliding_window=9,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     )
     return _copied("gemma3", text_config=text)
 
@@ -225,7 +230,7 @@ PAIRS: dict[str, Pair] = {
         merges_heads=True,
     ),
     "smolvlm": Pair(
-        _copied("smolvlm"),
+        _copied("smolvlm", text_config=LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
         LlamaForCausalLM,
         ("<image>", "<fake_token_around_image>", "<global-img>"),
         "idefics3",

@@ -69,7 +69,8 @@ def test_folder_lists_directories_and_files_below_it(tmp_path: Path) -> None:
     (models / "one" / "config.json").write_bytes(CONFIG)
     (models / "one" / "model.safetensors").write_bytes(b"w")
     (models / "two-Q4_0.gguf").write_bytes(gguf)
-    (models / "mmproj-F16.gguf").write_bytes(gguf)
+    for tower in ("mmproj-F16.gguf", "mmproj-model.gguf"):
+        (models / tower).write_bytes(gguf)
     found = models_in_folder(models)
     assert sorted(model.path for model in found) == [models / "one", models / "two-Q4_0.gguf"]
 
