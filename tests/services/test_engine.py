@@ -104,6 +104,7 @@ async def test_accepted_sampling_parameters_reproduce_the_output(channel: grpc.a
         logit_bias={3: 5.0, VOCABULARY - 1: -100.0},
         dry=DryParams(multiplier=0.8, breaker_ids=[4, 2, 4]),
         mirostat=MirostatParams(target_perplexity=6),
+        allowed_token_ids=TokenIds(ids=range(3, VOCABULARY)),
     )
     request = GenerateRequest(
         prompts=[TokenIds(ids=[1, 2])],
@@ -116,6 +117,7 @@ async def test_accepted_sampling_parameters_reproduce_the_output(channel: grpc.a
     assert (told.dry.base, told.dry.allowed_length) == (1.75, 2)
     assert list(told.dry.breaker_ids) == [2, 4]
     assert dict(told.logit_bias) == dict(asked.logit_bias)
+    assert told.allowed_token_ids == asked.allowed_token_ids
     assert told.mirostat.learning_rate == pytest.approx(0.1)
     request.sampling.CopyFrom(told)
     assert ids_of(await generate(channel, request)) == ids_of(responses)

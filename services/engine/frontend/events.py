@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import grpc
-import numpy as np
 
 from services.engine.checked_request import SamplingSettings
 from services.engine.messages import (
@@ -111,6 +110,12 @@ def refusal(refused: Refused) -> ServiceError:
     )
 
 
+def _ids_of(mask: bytes) -> list[int]:
+    """Return the ids of a bitmask. numpy would lengthen each start by 0.1 s for this alone."""
+    bits = f"{int.from_bytes(mask, 'little'):b}"
+    return [token for token, bit in enumerate(reversed(bits)) if bit == "1"]
+
+
 def _sampling_params(settings: SamplingSettings) -> SamplingParams:
     """Return the settings echoed to the client: defaults filled in, unused features left out."""
     params = SamplingParams(
@@ -125,8 +130,7 @@ def _sampling_params(settings: SamplingSettings) -> SamplingParams:
         penalty_window=settings.penalty_window,
     )
     if settings.allowed is not None:
-        bits = np.unpackbits(np.frombuffer(settings.allowed, np.uint8), bitorder="little")
-        params.allowed_token_ids.ids.extend(bits.nonzero()[0].tolist())
+        params.allowed_token_ids.ids.extend(_ids_of(settings.allowed))
     params.bad_token_ids.extend(TokenIds(ids=word) for word in settings.bad_words)
     bias, dry, mirostat = settings.logit_bias, settings.dry, settings.mirostat
     if bias is not None:

@@ -1,4 +1,4 @@
-"""The processes of the services that load torch."""
+"""The processes of the services that load torch, gRPC or numpy."""
 
 import subprocess
 import sys
@@ -32,6 +32,7 @@ WITHOUT_GRPC = (
     "services.engine.loop.loop_process",
     "services.engine.vision.encoder_process",
 )
+WITHOUT_NUMPY = ("services.engine.application", "services.tokenizer.application")
 
 
 def assert_none_loads(forbidden: str, names: tuple[str, ...]) -> None:
@@ -44,6 +45,11 @@ def assert_none_loads(forbidden: str, names: tuple[str, ...]) -> None:
 def test_torch_is_loaded_by_the_step_loop_alone() -> None:
     """In any other process it would cost 300 MB and seconds at the start."""
     assert_none_loads("torch", WITHOUT_TORCH)
+
+
+def test_processes_that_serve_grpc_load_no_numpy() -> None:
+    """They compute nothing with it, and it would lengthen each start by 0.1 s."""
+    assert_none_loads("numpy", WITHOUT_NUMPY)
 
 
 def test_processes_that_compute_load_no_grpc() -> None:
