@@ -2,12 +2,14 @@
 
 import json
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
+from uuid import uuid4
 
 import httpx
 import pytest
 
-from tests.services.shim import running_shim
+from tests.services.shim import Shim, running_shim
 from tests.stack import Stack, running_service
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -58,7 +60,25 @@ async def test_trace_id_is_in_every_services_log(embedded_model: Path, tmp_path:
         assert not any("trace_id" in line for line in named["untraced"])
 
 
-@pytest.mark.parametrize("level", ["info", "debug"])
+@pytest.fixture(scope="module", params=["info", "debug"])
+def level(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+async def shim(stack: Stack, level: str) -> AsyncIterator[Shim]:
+    """A shim that logs at the level."""
+    async with running_shim("--tokenizer", stack.tokenizer, "--log-level", level) as shim:
+        yield shim
+
+
+@pytest.fixture
+async def http(shim: Shim) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=shim.url, timeout=60) as http:
+        yield http
+
+
 @pytest.mark.parametrize(
     ("path", "body", "reason", "field"),
     [
@@ -69,15 +89,18 @@ async def test_trace_id_is_in_every_services_log(embedded_model: Path, tmp_path:
     ],
 )
 async def test_log_has_the_reason_of_a_refusal_and_only_at_debug_its_text(
-    stack: Stack, level: str, path: str, body: dict[str, object], reason: str, field: str | None
+    shim: Shim,
+    http: httpx.AsyncClient,
+    level: str,
+    path: str,
+    body: dict[str, object],
+    reason: str,
+    field: str | None,
 ) -> None:
     """docs/security.md promises that no text of clients is logged otherwise."""
-    async with (
-        running_shim("--tokenizer", stack.tokenizer, "--log-level", level) as shim,
-        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
-    ):
-        answer = await http.post(path, json=body, headers={"x-request-id": "refused"})
-        line = await shim.answered("refused")
+    identity = uuid4().hex
+    answer = await http.post(path, json=body, headers={"x-request-id": identity})
+    line = await shim.answered(identity)
     assert (line["status"], line["reason"]) == (answer.status_code, reason)
     assert field is None or line["field"] == field
     if level == "info":
@@ -87,39 +110,31 @@ async def test_log_has_the_reason_of_a_refusal_and_only_at_debug_its_text(
         assert line["path"] == path
 
 
-@pytest.mark.parametrize("level", ["info", "debug"])
 async def test_long_path_makes_neither_a_long_line_nor_a_long_answer(
-    stack: Stack, level: str
+    shim: Shim, http: httpx.AsyncClient
 ) -> None:
     """A few thousand such requests would rotate all logs away."""
-    async with (
-        running_shim("--tokenizer", stack.tokenizer, "--log-level", level) as shim,
-        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
-    ):
-        named = {"x-request-id": "long"}
-        answer = await http.get("/v1/models/" + "a" * 60_000, headers=named)
-        assert answer.status_code == 404
-        assert len(answer.content) < 3_000
-        line = await shim.answered("long")
+    named = {"x-request-id": "long"}
+    answer = await http.get("/v1/models/" + "a" * 60_000, headers=named)
+    assert answer.status_code == 404
+    assert len(answer.content) < 3_000
+    line = await shim.answered("long")
     assert line["message"] == "GET /v1/models/{model:path}"
     assert len(json.dumps(line)) < 3_000
 
 
-async def test_level_debug_shows_no_lines_of_grpc(stack: Stack) -> None:
+@pytest.mark.parametrize("level", ["debug"], indirect=True)
+async def test_level_debug_shows_no_lines_of_grpc(shim: Shim, http: httpx.AsyncClient) -> None:
     """They would bury the shim's own line in some ten others for each request."""
-    async with (
-        running_shim("--tokenizer", stack.tokenizer, "--log-level", "debug") as shim,
-        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
-    ):
-        body = {"prompt": "x", "max_tokens": 2}
-        names = {"x-request-id": "debugged"}
-        answer = await http.post("/v1/completions", json=body, headers=names)
-        assert answer.status_code == 200
-        await shim.answered("debugged")
-        assert shim.count("GET /health") == 0
-        assert (await http.get("/health")).status_code == 200
-        await shim.logged("GET /health")
-        assert shim.count("_cygrpc") == 0
+    body = {"prompt": "x", "max_tokens": 2}
+    names = {"x-request-id": "debugged"}
+    answer = await http.post("/v1/completions", json=body, headers=names)
+    assert answer.status_code == 200
+    await shim.answered("debugged")
+    assert shim.count("GET /health") == 0
+    assert (await http.get("/health")).status_code == 200
+    await shim.logged("GET /health")
+    assert shim.count("_cygrpc") == 0
 
 
 async def test_stream_cut_by_shutdown_ends_with_an_error_and_is_logged(stack: Stack) -> None:
