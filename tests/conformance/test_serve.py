@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -86,11 +87,44 @@ def test_shims_share_the_port_and_one_that_ends_loses_no_request(tmp_path: Path)
     assert process.wait(timeout=120) == 0
 
 
-def test_service_that_ends_is_started_again_and_no_request_is_refused(tmp_path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server that each test leaves running."""
+
+    process: "subprocess.Popen[str]"
+    url: str
+    logs: Path
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    ports, logs = free_ports(5), tmp_path_factory.mktemp("logs")
+    process = _started(ports, logs)
+    yield Served(process, f"http://127.0.0.1:{ports[0]}", logs)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 0
+
+
+def test_sighup_opens_moved_log_files_again(served: Served) -> None:
+    """logrotate moves a file and sends SIGHUP; no line may be lost, and no service stop."""
+    log, old = served.logs / "http_shim.log", served.logs / "http_shim.log.old"
+    children = _children(served.process.pid)
+    log.rename(old)
+    served.process.send_signal(signal.SIGHUP)
+    assert httpx.get(f"{served.url}/ready", timeout=60).status_code == 200
+    assert _children(served.process.pid) == children
+    os.kill(_child(served.process, "http_shim"), signal.SIGTERM)
+    assert _said(served.process).startswith("tokenwire: http_shim ended with ")
+    assert "listening" in old.read_text()
+    assert "stopped" not in old.read_text()
+    assert [line for line in log.read_text().splitlines() if '"stopped"' in line]
+    assert httpx.get(f"{served.url}/ready", timeout=60).status_code == 200  # the next shim serves
+
+
+def test_service_that_ends_is_started_again_and_no_request_is_refused(served: Served) -> None:
     """A restart by hand or the OOM killer must not stop the other services."""
-    ports = free_ports(5)
-    process = _started(ports, tmp_path)
-    url = f"http://127.0.0.1:{ports[0]}/v1/completions"
+    process = served.process
+    url = f"{served.url}/v1/completions"
     body = {"prompt": "def ", "max_tokens": 4, "temperature": 0}
     body |= {"grammar": {"type": "regex", "value": "[a-z]+"}}
     children = _children(process.pid)
@@ -112,8 +146,6 @@ def test_service_that_ends_is_started_again_and_no_request_is_refused(tmp_path: 
         said = _said(process)
         assert said.startswith(f"tokenwire: {name} ended with "), said
         assert said.endswith("It is started again.\n")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=120) == 0
 
 
 def test_service_that_cannot_restart_stops_the_others_with_exit_code_1(
@@ -210,21 +242,6 @@ def test_server_under_nohup_outlives_sighup() -> None:
         process.terminate()
         assert process.wait(timeout=60) == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
-
-
-def test_sighup_opens_moved_log_files_again(tmp_path: Path) -> None:
-    """logrotate moves a file and sends SIGHUP; no line may be lost, and no service stop."""
-    ports = free_ports(5)
-    process = _started(ports, tmp_path)
-    log, old = tmp_path / "http_shim.log", tmp_path / "http_shim.log.old"
-    log.rename(old)
-    process.send_signal(signal.SIGHUP)
-    assert httpx.get(f"http://127.0.0.1:{ports[0]}/ready", timeout=60).status_code == 200
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=120) == 0
-    assert "listening" in old.read_text()
-    assert "stopped" not in old.read_text()
-    assert [line for line in log.read_text().splitlines() if '"stopped"' in line]
 
 
 def test_start_says_what_matters_and_nothing_twice_until_a_closed_terminal_ends_it() -> None:
