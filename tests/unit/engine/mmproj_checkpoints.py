@@ -158,6 +158,8 @@ def _qwen_keys(writer: GGUFWriter, config: Any) -> None:
 def _pixtral_keys(writer: GGUFWriter, config: Any) -> None:
     writer.add_vision_attention_layernorm_eps(1e-5)
     writer.add_vision_use_gelu(True)
+    width = config.text_config.hidden_size
+    writer.add_tensor("v.token_embd.img_break", np.zeros(width, np.float32))
     if hasattr(config, "spatial_merge_size"):
         writer.add_vision_spatial_merge_size(config.spatial_merge_size)
 
@@ -185,6 +187,8 @@ def _gemma4_keys(writer: GGUFWriter, config: Any) -> None:
     writer.add_clip_vision_projector_type("gemma4v")
     writer.add_vision_attention_layernorm_eps(config.vision_config.rms_norm_eps)
     writer.add_vision_projector_scale_factor(config.vision_config.pooling_kernel_size)
+    for sound in ("a.blk.0.attn_q.weight", "mm.a.input_projection.weight"):
+        writer.add_tensor(sound, np.zeros((4, 4), np.float32))
 
 
 _SIGLIP = {"vision_tower.": "vision_tower.vision_model."}
