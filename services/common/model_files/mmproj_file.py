@@ -22,8 +22,8 @@ def mmproj_beside(model: Path) -> Sequence[Path]:
     """
     model = model.absolute()
     folders = [model.parent]
-    if model.parents[2].name == _SNAPSHOTS:
-        folders.append(model.parents[1])
+    if model.parent.parent.parent.name == _SNAPSHOTS:
+        folders.append(model.parent.parent)
     files = (sorted(folder.glob("*.gguf")) for folder in folders)
     found = ([each for each in those if is_mmproj(each) and each != model] for those in files)
     return next(filter(None, found), ())

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from services.common.gguf.checkpoint_files import MMPROJ
 from services.common.gguf.gguf_image_pair import ImagePair
 from services.common.model_files.checkpoint import opened_checkpoint
+from services.common.model_files.mmproj_file import is_mmproj, mmproj_beside
 from services.common.settings import StartupError
 from services.engine.vision.support import has_vision, refused_images
 from services.tokenizer.images.families import image_tokens, read_image_family
@@ -75,6 +76,12 @@ def test_file_beside_the_model_is_found_by_its_name(model: Path, name: str) -> N
 def test_directory_of_a_model_and_its_mmproj_file_is_served(model: Path) -> None:
     with opened_checkpoint(model.parent, "") as directory:
         assert has_vision(directory)
+
+
+@pytest.mark.parametrize("path", ["/model.gguf", "/no-such-folder/model.gguf"])
+def test_model_near_the_root_of_the_disk_is_read(path: str) -> None:
+    """The images of Docker have it in /model."""
+    assert not [file for file in mmproj_beside(Path(path)) if not is_mmproj(file)]
 
 
 def test_draft_model_reads_no_mmproj_file(model: Path) -> None:
