@@ -11,7 +11,7 @@ from transformers import AutoImageProcessor, PreTrainedConfig
 from services.common.images import ImageError
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.vision.gemma4_unified import Gemma4UnifiedImageProcessorPil
-from services.engine.vision.tower import reason_of
+from services.engine.vision.tower import described_in, reason_of
 
 __all__ = ["ImageProcessor"]
 
@@ -43,7 +43,7 @@ class ImageProcessor:
             loaded.pixels(_SAMPLE)
         except Exception as error:  # transformers raises errors of many types
             raise CheckpointError(
-                f"{directory} describes no image processor: {reason_of(error)}"
+                f"{described_in(directory)} describes no image processor: {reason_of(error)}"
             ) from None
         return loaded
 

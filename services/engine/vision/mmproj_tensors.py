@@ -30,7 +30,7 @@ class MmprojTensors(TensorFiles):
 
         hidden, heads: width of the tower, and its attention heads.
         """
-        super().__init__(next((directory / MMPROJ).iterdir()).resolve())
+        super().__init__(next((directory / MMPROJ).iterdir()).readlink())
         self._gguf = GgufTensors(directory, part=MMPROJ)
         self._names = names
         self._heads = heads
@@ -44,12 +44,18 @@ class MmprojTensors(TensorFiles):
                 found.setdefault(place.parameter, {})[place.part] = self._gguf.stored(name)
             elif not any(fnmatchcase(name, pattern) for pattern in names.ignored):
                 raise CheckpointError(
-                    f"{self._directory}: the tensor {name} is not part of the tower and projector "
-                    "that the file describes."
+                    f"{self._directory}: the tensor {name:.100} is not part of the tower and "
+                    "projector that the file describes."
                 )
         for parameter, parts in found.items():
             self._parts[parameter] = [parts[number] for number in sorted(parts)]
-            shape = _joined_shape([each.shape for each in self._parts[parameter]])
+            shapes = [each.shape for each in self._parts[parameter]]
+            if not _can_join(shapes):
+                raise CheckpointError(
+                    f"{self._directory} is damaged: the parts of {parameter} have the shapes "
+                    f"{', '.join(str([*shape]) for shape in shapes)}."
+                )
+            shape = _joined_shape(shapes)
             if parameter in names.flattened:
                 shape = (shape[0], prod(shape[1:]))
             self._found[parameter] = FoundTensor(self._directory, shape, "")
@@ -105,6 +111,13 @@ def _exchanged(name: str) -> str:
     if _UP in name:
         return name.replace(_UP, _DOWN)
     return name.replace(_DOWN, _UP)
+
+
+def _can_join(shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether tensors can be parts of one, as in `_joined_shape`."""
+    fixed = 0 if len(shapes[0]) == _CONVOLUTION else 1
+    first = shapes[0]
+    return all(len(each) == len(first) and each[fixed:] == first[fixed:] for each in shapes)
 
 
 def _joined_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:

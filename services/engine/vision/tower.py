@@ -18,7 +18,7 @@ from services.engine.vision.gemma3n import Gemma3nImages
 from services.engine.vision.mmproj_names import names_of
 from services.engine.vision.mmproj_tensors import MmprojTensors
 
-__all__ = ["load_tower", "reason_of"]
+__all__ = ["described_in", "load_tower", "reason_of"]
 
 _OTHERS = ("language_model", "text_model", "audio_tower", "embed_audio")
 """Parts of models that encode no images"""
@@ -57,6 +57,12 @@ def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> Pre
     return model
 
 
+def described_in(directory: Path) -> Path:
+    """Return the file that describes the tower, for a message: an mmproj file, or config.json."""
+    links = directory / MMPROJ
+    return next(links.iterdir()).readlink() if links.is_dir() else directory / "config.json"
+
+
 def reason_of(error: Exception) -> str:
     """Return an error of transformers in one line, for a message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -72,7 +78,7 @@ def _without_weights(directory: Path, architecture: str) -> PreTrainedModel:
         with _parameters_on_meta():
             model: PreTrainedModel = _kind(architecture)(config)
     except Exception as error:  # transformers raises errors of many types
-        message = f"{directory}/config.json describes no {architecture}: {reason_of(error)}"
+        message = f"{described_in(directory)} describes no {architecture}: {reason_of(error)}"
         raise CheckpointError(message) from None
     for other in _OTHERS:
         if hasattr(model, other):

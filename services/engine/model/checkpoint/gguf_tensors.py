@@ -143,7 +143,7 @@ class GgufTensors(TensorFiles):
         super().__init__(directory, maps=maps)
         self._places: dict[str, _Place] = {}
         try:
-            file = GgufFile(min((directory / part).iterdir()))
+            file = GgufFile(min((directory / part).iterdir()).readlink())  # named in errors
         except GgufError as error:
             raise CheckpointError(str(error)) from None
         self._maps: dict[Path, _MappedFile] = {

@@ -3,9 +3,10 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 
 from services.common.model_files.checkpoint import opened_checkpoint
 from services.engine.engine import Engine
@@ -94,3 +95,28 @@ def test_tower_with_other_tensors_is_refused_by_name(change: str, tmp_path: Path
         ImageEncoder.load(checkpoint, torch.float32, CPU)
     assert f"{tmp_path}/mmproj-model.gguf" in str(raised.value)
     assert wanted in str(raised.value)
+
+
+def test_parts_of_a_tensor_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    tower = tower_of(write_pair(tmp_path, "qwen2 vl"))
+    whole = tower.pop("visual.patch_embed.proj.weight")
+    tower["v.patch_embd.weight"] = whole[:, :, 0]
+    tower["v.patch_embd.weight.1"] = whole[:, :, 1, 1:]
+    write_mmproj(tmp_path / "mmproj-model.gguf", PAIRS["qwen2 vl"], tower)
+    with opened_checkpoint(tmp_path, "") as checkpoint, pytest.raises(CheckpointError) as raised:
+        ImageEncoder.load(checkpoint, torch.float32, CPU)
+    assert f"{tmp_path}/mmproj-model.gguf is damaged: the parts of" in str(raised.value)
+
+
+def test_tensor_of_an_unread_type_is_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
+    """The directory of links is gone when the user reads the message."""
+    tower = tower_of(write_pair(tmp_path, "gemma3"))
+    del tower["vision_tower.post_layernorm.bias"]
+
+    def write_doubles(writer: GGUFWriter) -> None:
+        writer.add_tensor("v.post_ln.bias", np.zeros(32, np.float64))
+
+    write_mmproj(tmp_path / "mmproj-model.gguf", PAIRS["gemma3"], tower, further=write_doubles)
+    with opened_checkpoint(tmp_path, "") as checkpoint, pytest.raises(CheckpointError) as raised:
+        ImageEncoder.load(checkpoint, torch.float32, CPU)
+    assert str(raised.value).startswith(f"{tmp_path}/mmproj-model.gguf: the tensor v.post_ln.bias")
