@@ -13,6 +13,7 @@ __all__ = ["VISION", "ImageModel", "ImagePair"]
 VISION = "clip.vision"
 """Beginning of the tower's keys"""
 _MATRIX = 2  # dimensions
+_COLOURS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,34 +91,56 @@ class ImagePair:
         scaled: dict[str, Json] = {**scaling, "mrope_section": [*sections]}
         return replace(self, values={**self.values, "rope_scaling": scaled})
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """Return a positive number of the tower. Raises GgufError."""
-        return self.mmproj.count(f"{VISION}.{key}", default)
+    def count(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int | None = None
+    ) -> int:
+        """Return a number of the tower from `least` to `most`. Raises GgufError."""
+        return self.mmproj.count(f"{VISION}.{key}", default, least=least, most=most)
 
     def tower(self) -> dict[str, Json]:
-        """Return the sizes that all towers have."""
-        width = self.count("embedding_length")
+        """Return the sizes that all towers have.
+
+        Raises GgufError if they are not those of the file's tensors. The modules of a tower would
+        otherwise take hours or all memory before the shapes are compared.
+        """
+        width, patch = self.count("embedding_length"), self.count("patch_size")
+        heads = self.count("attention.head_count", most=width)
+        if width % heads:
+            raise GgufError(
+                f"{self.mmproj.path}: {VISION}.embedding_length must be a multiple of "
+                f"{VISION}.attention.head_count, and {width} is none of {heads}."
+            )
+        name, wanted = "v.patch_embd.weight", (width, _COLOURS, patch, patch)
+        shape = self.shape(name, len(wanted))
+        if shape != wanted:
+            raise GgufError(
+                f"{self.mmproj.path} is damaged: {name} has the shape {list(shape)}, but its keys "
+                f"ask for {list(wanted)}."
+            )
         return {
             "hidden_size": width,
-            "num_attention_heads": self.mmproj.count(f"{VISION}.attention.head_count", most=width),
-            "num_hidden_layers": self.count("block_count"),
+            "num_attention_heads": heads,
+            "num_hidden_layers": self.count("block_count", most=len(self.mmproj.tensors)),
             "intermediate_size": self.feed_forward(width),
-            "patch_size": self.count("patch_size"),
+            "patch_size": patch,
         }
 
     def feed_forward(self, width: int) -> int:
         """Return the width of a feed-forward layer, which the key of Qwen 2-VL's files is not."""
-        name = "v.blk.0.ffn_up.weight"
-        shape = self.shape(name)
-        if len(shape) != _MATRIX:
-            raise GgufError(f"{self.mmproj.path} is damaged: {name} is no matrix.")
+        shape = self.shape("v.blk.0.ffn_up.weight", _MATRIX)
         return shape[1] if shape[0] == width else shape[0]  # old files have up and down exchanged
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor. Raises GgufError if it is missing."""
+    def shape(self, name: str, dimensions: int) -> tuple[int, ...]:
+        """Return the shape of a tensor. Raises GgufError if it is missing or has another form."""
         if name not in self.mmproj.tensors:
             raise GgufError(f"{self.mmproj.path} is damaged: it has no {name}.")
-        return self.mmproj.tensors[name].shape
+        shape = self.mmproj.tensors[name].shape
+        if len(shape) != dimensions or 0 in shape:
+            raise GgufError(
+                f"{self.mmproj.path} is damaged: {name} must have {dimensions} dimensions, and its "
+                f"shape is {list(shape)}."
+            )
+        return shape
 
     def _three(self, key: str) -> list[float]:
         numbers = self.mmproj.numbers(f"{VISION}.{key}")

@@ -48,14 +48,14 @@ def _projector_type(file: GgufFile) -> str:
     """Return the type of the projector. Raises GgufError unless it is supported."""
     if file.architecture != _ARCHITECTURE:
         raise GgufError(
-            f"{file.path} is no mmproj file: its architecture is {file.architecture}, not "
+            f"{file.path} is no mmproj file: its architecture is {file.architecture:.60}, not "
             f"{_ARCHITECTURE}."
         )
     key = "clip.projector_type"
     kind = file.text(key if key in file.metadata else f"{VISION}.projector_type", "mlp")
     if kind not in PROJECTORS:
         raise GgufError(
-            f"{file.path}: the projector type {kind} is not supported. Supported: "
+            f"{file.path}: the projector type {kind:.60} is not supported. Supported: "
             f"{', '.join(PROJECTORS)}."
         )
     return kind

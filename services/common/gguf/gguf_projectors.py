@@ -5,7 +5,9 @@ Values that a file lacks are those of the published models.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import isqrt
 
+from services.common.contract import MAX_IMAGE_PIXELS
 from services.common.gguf.gguf_file import GgufError
 from services.common.gguf.gguf_image_pair import VISION, ImageModel, ImagePair
 from services.common.json_values import Json
@@ -22,13 +24,18 @@ _QWEN3_PIXELS = (256 * 256, 4096 * 4096)
 _QWEN_WINDOW = 112
 """Edge in pixels of a window of Qwen 2.5-VL's tower"""
 _ROPE_BASE = 10000.0
-_TILES = 4
-"""Most tiles along an edge of an image of SmolVLM"""
+_ROPE_PART = 4
+"""Numbers of a head that RoPE of two axes rotates together"""
+_TILES, _MOST_TILES = 4, 16
+"""Tiles along an edge of an image of SmolVLM: those of the published models, and the most that a
+file may ask for. Each image is enlarged to them"""
 _GEMMA4_TOKENS = 280
 """Most tokens of an image of Gemma 4"""
 _CAUSAL_WIDTHS = (1536, 2560)
 """Widths of Gemma 4 E2B and E4B, in which an image's tokens don't see later ones. The files don't
 state it; llama.cpp goes by the width, too"""
+_MATRIX, _AXES = 2, 3
+"""Dimensions of a matrix, and of Gemma 4's positions by axis"""
 _MERGER = "mm.patch_merger.weight"
 _QWEN3_KINDS = {
     "qwen3vl": ("qwen3_vl", "qwen3_vl_text"),
@@ -63,19 +70,12 @@ class Projector:
 
 
 def _read_gemma3(pair: ImagePair) -> ImageModel:
-    tower, edge = pair.tower(), pair.count("image_size")
+    vision, edge = _siglip(pair, "siglip_vision_model"), pair.count("image_size")
     merged = pair.count("projector.scale_factor", 4)
     per_side = edge // pair.count("patch_size") // merged
     if per_side < 1:
         raise GgufError(f"{pair.mmproj.path}: {VISION}.image_size is below the edge of a token.")
-    epsilon = pair.mmproj.positive(f"{VISION}.attention.layer_norm_epsilon", 1e-6)
-    vision: dict[str, Json] = {
-        **tower,
-        "model_type": "siglip_vision_model",
-        "image_size": edge,
-        "layer_norm_eps": epsilon,
-        "vision_use_head": False,
-    }
+    vision["vision_use_head"] = False
     images: dict[str, Json] = {
         "image_processor_type": "Gemma3ImageProcessor",
         "size": {"height": edge, "width": edge},
@@ -83,6 +83,22 @@ def _read_gemma3(pair: ImagePair) -> ImageModel:
     run = per_side**2
     processor: dict[str, Json] = {"image_seq_length": run}
     return pair.model("gemma3", "gemma3_text", vision, images, processor, mm_tokens_per_image=run)
+
+
+def _siglip(pair: ImagePair, kind: str) -> dict[str, Json]:
+    """Return the sizes of a tower of SigLIP. kind: its model_type."""
+    edge, positions = pair.count("image_size"), pair.shape("v.position_embd.weight", _MATRIX)[0]
+    if (edge // pair.count("patch_size")) ** 2 != positions:
+        raise GgufError(
+            f"{pair.mmproj.path} is damaged: it has {positions} positions, and {VISION}.image_size "
+            f"is {edge}."
+        )
+    return {
+        **pair.tower(),
+        "model_type": kind,
+        "image_size": edge,
+        "layer_norm_eps": pair.mmproj.positive(f"{VISION}.attention.layer_norm_epsilon", 1e-6),
+    }
 
 
 def _read_qwen2(pair: ImagePair) -> ImageModel:
@@ -103,7 +119,8 @@ def _read_qwen2(pair: ImagePair) -> ImageModel:
 
 def _read_qwen2_5(pair: ImagePair) -> ImageModel:
     tower = pair.tower()
-    layers, pattern = pair.count("block_count"), pair.count("n_wa_pattern")
+    layers, pattern = tower["num_hidden_layers"], pair.count("n_wa_pattern")
+    assert isinstance(layers, int)
     vision: dict[str, Json] = {
         **_qwen_tower(tower),
         "out_hidden_size": pair.width,
@@ -117,7 +134,7 @@ def _read_qwen3(pair: ImagePair) -> ImageModel:
     vision: dict[str, Json] = {
         **_qwen_tower(pair.tower()),
         "out_hidden_size": pair.width,
-        "num_position_embeddings": pair.shape("v.position_embd.weight")[0],
+        "num_position_embeddings": pair.shape("v.position_embd.weight", _MATRIX)[0],
     }
     kind, text_kind = _QWEN3_KINDS[pair.text.architecture]
     if pair.text.architecture.startswith("qwen3vl"):
@@ -138,10 +155,9 @@ def _read_qwen(
 ) -> ImageModel:
     """Return a model of Qwen. pixels: least and most of an image in the published model."""
     merged = pair.count("spatial_merge_size", 2)
-    least, most = (
-        pair.count(f"image_{end}_pixels", default)
-        for end, default in zip(("min", "max"), pixels, strict=True)
-    )
+    most = pair.count("image_max_pixels", pixels[1])
+    bound = min(most, MAX_IMAGE_PIXELS)  # images are enlarged to it
+    least = pair.count("image_min_pixels", min(pixels[0], bound), most=bound)
     images: dict[str, Json] = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "size": {"shortest_edge": least, "longest_edge": most},
@@ -154,11 +170,16 @@ def _read_qwen(
 
 
 def _read_pixtral(pair: ImagePair) -> ImageModel:
-    patch, edge = pair.count("patch_size"), pair.count("image_size")
-    tower = pair.tower()
+    patch = pair.count("patch_size")
+    edge, tower = pair.count("image_size", least=patch), pair.tower()
     width, heads = tower["hidden_size"], tower["num_attention_heads"]
     assert isinstance(width, int)
     assert isinstance(heads, int)
+    if width // heads % _ROPE_PART:
+        raise GgufError(
+            f"{pair.mmproj.path}: {width} numbers in {heads} heads are no multiple of {_ROPE_PART} "
+            "numbers in each."
+        )
     base = pair.mmproj.positive("clip.rope.freq_base", _ROPE_BASE)
     uses_silu = pair.mmproj.flag("clip.use_silu", False)
     vision: dict[str, Json] = {
@@ -194,15 +215,11 @@ def _read_pixtral(pair: ImagePair) -> ImageModel:
 def _read_idefics3(pair: ImagePair) -> ImageModel:
     edge, patch = pair.count("image_size"), pair.count("patch_size")
     merged = pair.count("projector.scale_factor", 2)
-    vision: dict[str, Json] = {
-        **pair.tower(),
-        "model_type": "smolvlm_vision",
-        "image_size": edge,
-        "layer_norm_eps": pair.mmproj.positive(f"{VISION}.attention.layer_norm_epsilon", 1e-6),
-    }
+    longest = pair.count("preproc_image_size", _TILES * edge, most=_MOST_TILES * edge)
+    vision = _siglip(pair, "smolvlm_vision")
     images: dict[str, Json] = {
         "image_processor_type": "SmolVLMImageProcessor",
-        "size": {"longest_edge": pair.count("preproc_image_size", _TILES * edge)},
+        "size": {"longest_edge": longest},
         "max_image_size": {"longest_edge": edge},
     }
     processor: dict[str, Json] = {"image_seq_len": (edge // patch) ** 2 // merged**2}
@@ -211,15 +228,18 @@ def _read_idefics3(pair: ImagePair) -> ImageModel:
 
 def _read_gemma4(pair: ImagePair) -> ImageModel:
     tower, patch = pair.tower(), pair.count("patch_size")
-    pooled = pair.count("projector.scale_factor", 3)
-    head_dim = pair.shape("v.blk.0.attn_k_norm.weight")[0]
+    positions = pair.shape("v.position_embd.weight", _AXES)[1]
+    side = isqrt(_GEMMA4_TOKENS)  # of a square image, whose patches have positions
+    most = min(isqrt(MAX_IMAGE_PIXELS) // side // patch, positions // side)
+    pooled = pair.count("projector.scale_factor", 3, most=most)
+    (head_dim,) = pair.shape("v.blk.0.attn_k_norm.weight", 1)
     vision: dict[str, Json] = {
         **tower,
         "model_type": "gemma4_vision",
         "head_dim": head_dim,
-        "num_key_value_heads": pair.shape("v.blk.0.attn_k.weight")[0] // head_dim,
+        "num_key_value_heads": pair.shape("v.blk.0.attn_k.weight", _MATRIX)[0] // head_dim,
         "pooling_kernel_size": pooled,
-        "position_embedding_size": pair.shape("v.position_embd.weight")[-2],
+        "position_embedding_size": positions,
         "rms_norm_eps": pair.mmproj.positive(f"{VISION}.attention.layer_norm_epsilon", 1e-6),
         "use_clipped_linears": "v.blk.0.attn_q.input_max" in pair.mmproj.tensors,
         "standardize": "v.std_bias" in pair.mmproj.tensors,

@@ -241,3 +241,65 @@ def test_named_file_needs_a_gguf_model(tmp_path: Path) -> None:
     assert str(raised.value) == (
         "--mmproj mmproj.gguf needs a model in a GGUF file. Start without it."
     )
+
+
+@pytest.mark.parametrize(
+    ("pair", "key", "value", "reason"),
+    [
+        ("gemma3", "block_count", 1 << 30, "block_count must be a whole number from 1 to 55"),
+        ("gemma3", "embedding_length", 64, "has the shape [32, 3, 7, 7], but its keys ask for"),
+        ("gemma3", "image_size", 1 << 20, "has 16 positions, and clip.vision.image_size is"),
+        ("qwen3 vl", "attention.head_count", 3, "embedding_length must be a multiple of"),
+        ("qwen3 vl", "image_min_pixels", 1 << 31, "image_min_pixels must be a whole number from"),
+        ("qwen2.5 vl", "block_count", 1 << 31, "block_count must be a whole number from 1 to"),
+        ("pixtral", "attention.head_count", 32, "32 numbers in 32 heads are no multiple of 4"),
+        ("pixtral", "image_size", 3, "image_size must be a whole number of at least 7"),
+        ("smolvlm", "preproc_image_size", 1 << 30, "preproc_image_size must be a whole number"),
+        ("gemma4", "projector.scale_factor", 1 << 30, "scale_factor must be a whole number from"),
+    ],
+)
+def test_sizes_that_are_not_those_of_the_tensors_are_refused_at_once(
+    pair: str, key: str, value: int, reason: str, tmp_path: Path
+) -> None:
+    """A tower of them would take hours or all memory, or fail on each image."""
+    whole = write_pair(tmp_path, pair)
+    write_mmproj(
+        tmp_path / "mmproj-model.gguf",
+        PAIRS[pair],
+        tower_of(whole),
+        further=lambda writer: writer.add_uint32(f"clip.vision.{key}", value),
+    )
+    assert reason in why_refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pair", "name", "reason"),
+    [
+        (
+            "gemma4",
+            "vision_tower.patch_embedder.position_embedding_table",
+            "v.position_embd.weight must have 3 dimensions",
+        ),
+        (
+            "qwen3 vl",
+            "visual.pos_embed.weight",
+            "v.position_embd.weight must have 2 dimensions",
+        ),
+    ],
+)
+def test_tensor_of_another_form_is_refused_by_name(
+    pair: str, name: str, reason: str, tmp_path: Path
+) -> None:
+    tower = tower_of(write_pair(tmp_path, pair))
+    tower[name] = tower[name].flatten()
+    write_mmproj(tmp_path / "mmproj-model.gguf", PAIRS[pair], tower)
+    assert reason in why_refused(tmp_path)
+
+
+def test_long_text_of_a_file_is_cut_in_the_message(model: Path) -> None:
+    write_changed(
+        model.parent,
+        "mmproj-model.gguf",
+        lambda writer: writer.add_clip_projector_type("x" * 100_000),
+    )
+    assert len(why_refused(model)) < 1000
