@@ -3,9 +3,10 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
-from services.common.gguf.checkpoint_files import PARTS
+from services.common.gguf.checkpoint_files import MMPROJ, PARTS
 from services.common.gguf.gguf_config import config_of
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.host_memory import free_host_memory, in_units
@@ -14,6 +15,7 @@ from services.common.model_files.checkpoint_folder import (
     gguf_of,
     require_readable,
 )
+from services.common.model_files.mmproj_file import mmproj_beside
 from services.common.settings import StartupError
 from services.engine.kernels.freshness import require_current
 from services.engine.model.checkpoint.architectures import family_of
@@ -86,7 +88,7 @@ def needed_bytes(settings: EngineSettings) -> int:
         raise StartupError(str(error)) from None
     if not _can_map(config, settings):
         weights = replace(weights, mapped_bytes=0)
-    draft = _draft_bytes(settings)
+    draft = _draft_bytes(settings) + _tower_bytes(settings)
     share = 0.5 if settings.kv_memory == "auto" else parse_share(settings.kv_memory)
     cache = parse_bytes(settings.kv_memory) if share is None else int(free_host_memory() * share)
     return weights.num_bytes(settings.weights, _number_bytes(settings)) + draft + cache
@@ -181,6 +183,7 @@ def check_room(weights: StoredWeights, config: Config | None, settings: EngineSe
         require_room(weights, settings.weights, free, number_bytes, others)
         free -= weights.num_bytes(settings.weights, number_bytes)
         free -= _require_draft_room(settings, free)
+        free -= _require_tower_room(settings, free)
         _require_stated_cache(settings.kv_memory, free)
 
 
@@ -241,6 +244,44 @@ def _draft_bytes(settings: EngineSettings) -> int:
         return stored_weights(path).num_bytes("full", _number_bytes(settings))
     except (CheckpointFolderError, CheckpointError, GgufError) as error:
         raise StartupError(f"--draft {settings.draft}: {error}") from None
+
+
+def _require_tower_room(settings: EngineSettings, free: int) -> int:
+    """Return the bytes of the vision tower. Raises StartupError if they are not free."""
+    needed = _tower_bytes(settings)
+    if (missing := needed - free) > 0:
+        raise StartupError(
+            f"The vision tower in the mmproj file takes {in_units(needed)}; {in_units(missing)} of "
+            "memory are missing. Start with --vision off to serve text alone."
+        )
+    return needed
+
+
+def _tower_bytes(settings: EngineSettings) -> int:
+    """Return the bytes of the vision tower in an mmproj file once it is loaded; 0 without one."""
+    if settings.vision == "off" or settings.model == Path():  # not downloaded yet
+        return 0
+    file = _mmproj(settings)
+    if file is None:
+        return 0
+    number_bytes = 4 if _number_bytes(settings) in (None, 4) else 2
+    try:
+        tensors = GgufFile(file).tensors.values()
+    except GgufError:
+        return 0  # the model is served without it, or reading it ends the start
+    return sum(prod(tensor.shape) for tensor in tensors) * number_bytes
+
+
+def _mmproj(settings: EngineSettings) -> Path | None:
+    """Return the mmproj file of a model: that in its directory of links, or the only candidate."""
+    if (settings.model / PARTS).is_dir():
+        links = settings.model / MMPROJ
+        return next(links.iterdir()).readlink() if links.is_dir() else None
+    gguf = _gguf(settings.model)
+    if settings.mmproj or gguf is None:
+        return Path(settings.mmproj) if settings.mmproj else None
+    files = mmproj_beside(gguf)
+    return files[0] if len(files) == 1 else None
 
 
 def _can_map(config: Config | None, settings: EngineSettings) -> bool:

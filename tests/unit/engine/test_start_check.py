@@ -1,8 +1,10 @@
 """Checks before torch is loaded: the architecture, and the memory for the weights."""
 
 import json
+import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.common.gguf.gguf_file import GgufFile
 from services.common.host_memory import in_units
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
 from services.engine import start_check
 from services.engine.model.checkpoint.config import Config
@@ -20,10 +24,12 @@ from services.engine.start_check import (
     check_room,
     check_start,
     gpu_memory_by_weights,
+    needed_bytes,
     require_room,
     stored_weights,
 )
 from tests.text_models import make_jina_v3, make_jina_v5, make_jina_v5_nano
+from tests.unit.engine.mmproj_checkpoints import write_pair
 from tests.unit.engine.tiny import make_checkpoint
 
 FLOAT32 = 4
@@ -63,6 +69,30 @@ def test_decoded_weights_that_cannot_fit_are_refused_with_those_that_stay_as_the
     assert weights.num_bytes("decoded", None) == decoded
     with pytest.raises(StartupError, match="start with --weights full"):
         check_room(weights, Config(str(tmp_path), config), settings)
+
+
+def test_vision_tower_that_cannot_fit_is_refused_with_the_flag_that_leaves_it_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The image encoder would end without a reason, or another process of the machine."""
+    write_pair(tmp_path, "gemma3")
+    settings = EngineSettings(model=tmp_path / "model.gguf", device="cpu", dtype="float32")
+    tensors = GgufFile(tmp_path / "mmproj-model.gguf").tensors.values()
+    tower = sum(math.prod(tensor.shape) for tensor in tensors) * FLOAT32
+    blind = replace(settings, vision="off", kv_memory="1MiB")
+    assert needed_bytes(replace(blind, vision="auto")) == needed_bytes(blind) + tower
+    room = needed_bytes(blind) - (1 << 20) + tower
+    monkeypatch.setattr(start_check, "free_host_memory", lambda: room)
+    check_start(settings)
+    monkeypatch.setattr(start_check, "free_host_memory", lambda: room - 1)
+    check_start(replace(settings, vision="off"))
+    with pytest.raises(StartupError, match=r"tower .* 1 bytes of memory .* --vision off"):
+        check_start(settings)
+    with (
+        opened_checkpoint(settings.model, "") as directory,
+        pytest.raises(StartupError, match="The vision tower in the mmproj file"),
+    ):
+        check_start(replace(settings, model=directory))
 
 
 def test_weights_that_stay_as_they_are_need_the_memory_of_their_file(tmp_path: Path) -> None:
