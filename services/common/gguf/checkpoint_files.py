@@ -35,15 +35,16 @@ def write_checkpoint(
     if the file is damaged, or if its model is not supported.
     """
     file = GgufFile(path.absolute())
-    contents: dict[str, Json] = {"config.json": config_of(file)}
+    config = config_of(file)
+    contents: dict[str, Json] = {"config.json": config}
     links = {PARTS: [*file.sizes]}
     try:
-        images = _image_model(file, config_of(file), mmproj) if mmproj else None
+        images = _image_model(file, config, mmproj) if mmproj else None
     except GgufError as error:
         if needs_mmproj:
             raise
         images = None
-        contents["config.json"] = _with_mark(config_of(file), "refused_images", str(error))
+        contents["config.json"] = _with_mark(config, "refused_images", str(error))
     if images is not None:
         file = images.text
         links[MMPROJ] = [images.mmproj]

@@ -107,8 +107,8 @@ class ImagePair:
         heads = self.count("attention.head_count", most=width)
         if width % heads:
             raise GgufError(
-                f"{self.mmproj.path}: {VISION}.embedding_length must be a multiple of "
-                f"{VISION}.attention.head_count, and {width} is none of {heads}."
+                f"{self.mmproj.path}: {VISION}.embedding_length is {width}, which is not divisible "
+                f"by {VISION}.attention.head_count, {heads}."
             )
         name, wanted = "v.patch_embd.weight", (width, _COLOURS, patch, patch)
         shape = self.shape(name, len(wanted))

@@ -177,8 +177,8 @@ def _read_pixtral(pair: ImagePair) -> ImageModel:
     assert isinstance(heads, int)
     if width // heads % _ROPE_PART:
         raise GgufError(
-            f"{pair.mmproj.path}: {width} numbers in {heads} heads are no multiple of {_ROPE_PART} "
-            "numbers in each."
+            f"{pair.mmproj.path}: a head has {width // heads} numbers, and its rotation needs "
+            f"a multiple of {_ROPE_PART}."
         )
     base = pair.mmproj.positive("clip.rope.freq_base", _ROPE_BASE)
     uses_silu = pair.mmproj.flag("clip.use_silu", False)

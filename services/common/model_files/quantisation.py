@@ -2,6 +2,9 @@
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
+
+from services.common.model_files.mmproj_file import is_mmproj
 
 __all__ = [
     "QuantisationError",
@@ -20,7 +23,6 @@ _NAME = re.compile(
 """Quantisation at the end of a file's name, without suffix and part number"""
 _NO_MODELS = ("mmproj", "imatrix")
 """Words in the names of GGUF files that hold no language model"""
-_TOWER = "mmproj"
 _PREFERRED_TOWERS = ("F16", "FP16", "BF16", "Q8_0", "F32")
 """Types of a vision tower by how well they serve: a tower is small, and loses by rounding"""
 _PREFERRED = (
@@ -81,7 +83,7 @@ def choose_file(repository: str, files: Iterable[str], wanted: str | None) -> st
 
 def choose_mmproj(files: Iterable[str]) -> str | None:
     """Return the most sensible mmproj file among GGUF files; None if there is none."""
-    towers = sorted(file for file in files if _TOWER in file.lower())
+    towers = sorted(file for file in files if is_mmproj(Path(file)))
     return min(towers, key=_rank_of_tower, default=None)
 
 

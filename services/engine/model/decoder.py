@@ -263,8 +263,8 @@ class Decoder(LayerStack):
     def _project(self, index: int, buffers: Activations) -> None:
         layer = self._layers[index]
         read, normed = layer.residual.begin(buffers.residual), buffers.normed
-        if buffers.joined is not None and buffers.joined_normed is not None:
-            normed = buffers.joined_normed if read is buffers.joined else normed
+        if read is buffers.joined and buffers.joined_normed is not None:
+            normed = buffers.joined_normed
         mixer, scratch = self._mixing(index, buffers)
         if not mixer.is_empty:
             self._norm(read, layer.mixer_norm, normed)
